@@ -2,7 +2,7 @@
 
 Functions and classes that people call are imported from here, most classes of results and errors from their
 rooms. `__init__.pyi` declares the names; _lazy.py loads a name's module (and torch) when it is first used.
-_commands.py lists the command lines, _extras.py imports optional packages, _safe_yaml.py reads foreign YAML.
+_commands.py lists the command lines, _extras.py imports optional packages.
 """
 
 from fsdp_utils._lazy import attach

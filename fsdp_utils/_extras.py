@@ -6,18 +6,9 @@ from types import ModuleType
 
 
 def need(module: str, extra: str) -> ModuleType:
-    """Import an optional package.
+    """Import an optional module, such as "matplotlib.pyplot", that an extra of pyproject.toml installs.
 
-    Args:
-        module: As in an import statement: "yaml", "matplotlib.pyplot".
-        extra: The extra of pyproject.toml that installs it.
-
-    Returns:
-        The module, "matplotlib.pyplot" itself and not "matplotlib".
-
-    Raises:
-        ModuleNotFoundError: The package, or one that it imports, is not installed. The message names the
-            part of the library that asked, and the command that installs it.
+    The ModuleNotFoundError names the part of the library that asked, and the command that installs the extra.
     """
     try:
         return importlib.import_module(module)

@@ -9,14 +9,9 @@ from typing import Any
 
 
 def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Read a package's public names from its `__init__.pyi`, lines such as `from a.b import Name as Name`.
+    """Read a package's names from its `__init__.pyi`; return its `__getattr__`, `__dir__` and `__all__`.
 
-    Args:
-        package: Its `__name__`.
-        file: Its `__file__`.
-
-    Returns:
-        Its `__getattr__`, `__dir__` and `__all__`.
+    The lines there are such as `from a.b import Name as Name`. `file` is the package's `__file__`.
     """
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]

@@ -181,7 +181,6 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     *(({"step": step}, STEP) for step in (True, 1.0, "1", None, -1, np.int64(1))),
     *(({"step": 1, "keep": keep}, KEEP) for keep in (True, 0, 2.0)),
     *(({"step": 1, name: [("a", 1)]}, MAPPING) for name in ("state", "per_rank")),
-    *(({"step": 1, "wait_s": s}, "expected wait_s in seconds") for s in (float("nan"), -1, None, "1")),
     ({"step": 1, "state": {1: 2}}, r"found a dict \{1: 2\}"),
     ({"step": 1, "state": {"x": 1}, "per_rank": {"x": 2}}, r"found \['x'\] in state and in per_rank"),
 ]
@@ -300,7 +299,6 @@ def wrong_calls(folder: Path) -> dict[str, str | None]:
         "partial": {"b": [DTensor.from_local(torch.ones(2), mesh, [Partial()])]},
         "copies": {"b": copies},
         "parts": {"average": parts},
-        "model": {"average": flat},
     }
     given: dict[str, Any] = {
         "missing": {"scheduler": scheduler},
@@ -330,7 +328,6 @@ def test_what_cannot_be_saved_or_loaded_is_the_same_error_on_all_ranks(tmp_path:
         "broken": ("rank 1", "no state here"),
         "partial": ("state.b.0: expected one contiguous part of the tensor on each rank, found P(sum)",),
         "parts": ("state.average.", "found a torch.distributed._shard.sharded_tensor"),
-        "model": ("state 'average': expected an object whose state_dict() involves no other rank",),
         "own part": ("per_rank.", "b: expected a tensor of this rank, found a DTensor"),
         "missing": (
             "state 'scheduler': expected one state in the checkpoint, found none",

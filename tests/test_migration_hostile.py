@@ -3,7 +3,6 @@
 import ast
 import copy
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterator
@@ -110,12 +109,12 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("bomb.yaml", BOMB, "with all aliases"),
+        ("bomb.yaml", BOMB, "more than 20 aliases"),
         ("itself.yaml", "a: &a [*a]", "within itself"),
         ("deep.yaml", "a: " + "[" * 5000, "deep"),
         ("broken.yaml", "a: [", "broken.yaml: expected YAML"),
-        ("tag.yaml", "a: !!python/object/apply:os.system [true]", "tag.yaml: expected plain YAML"),
-        ("twice.yaml", "zero_optimization: {stage: 3, stage: 0}", "'stage' again"),
+        ("tag.yaml", "a: !!python/object/apply:os.system [true]", "tag.yaml: expected YAML"),
+        ("twice.yaml", "zero_optimization: {stage: 3, stage: 0}", "the key 'stage' stands twice"),
         ("empty.yaml", "", "in empty.yaml: expected a dict of settings, found NoneType"),
         ("deep.json", '{"a": ' + "[" * 100_000, "deep.json: expected JSON"),
         ("twice.json", '{"zero_optimization": {"stage": 3, "stage": 0}}', "the key 'stage' stands twice"),
@@ -138,9 +137,6 @@ def test_a_file_that_is_no_config_is_one_error(
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.yaml")  # to read it would wait for its other end
-    with pytest.raises(TranslationError, match=r"pipe.yaml: expected a file, found a folder or a pipe"):
-        translate(tmp_path / "pipe.yaml")
     with pytest.raises(FileNotFoundError):
         translate(tmp_path / "nowhere.yaml")
     with pytest.raises(TranslationError, match="expected a dict of settings, found list"):

@@ -35,7 +35,7 @@ QUANTIZED: dict[str, Any] = {"quantization_config": {"quant_method": "bitsandbyt
     ("model", "options", "sentence"),
     [
         (LLAMA, {"gpu": "H1000"}, "expected gpu out of A10, A100-40"),
-        (LLAMA, {"strategy": "zero9"}, "expected strategy out of full, grad_op, hybrid, found 'zero9'"),
+        (LLAMA, {"strategy": "zero9"}, 'expected strategy "full", "grad_op" or "hybrid", found'),
         (LLAMA, {"world_size": "8"}, "expected world_size to be a whole number from 1 on, found '8'"),
         (LLAMA, {"world_size": 12, "batch_size": 12}, "multiples of 8, the ranks_per_host, found 12"),
         (LLAMA, {"batch_size": 20}, "16 ranks in 1 micro-batches can share, such as 32, found 20"),

@@ -407,11 +407,11 @@ def test_to_a_person_a_collective_that_some_ranks_have_not_entered_is_reported_w
     )
     told = [piece.strip() for piece in waited.streamed]
     running = next(index for index, line in enumerate(told) if line.startswith("running on all ranks"))
-    report = told.index("rank 2 stands at line 3; ranks 0, 1, 3 wait in all_reduce (line 4)")
+    report = told.index("rank 2: at line 3; ranks 0, 1, 3: waiting in all_reduce (line 4)")
     assert running < report
     alone = notebook.run("%%ranks 1 --timeout 8\nimport torch\ndist.barrier()")
     assert any(
-        piece.strip() == "ranks 0, 2, 3 do not run this cell; rank 1 waits in barrier (line 2)"
+        piece.strip() == "ranks 0, 2, 3: not in this cell; rank 1: waiting in barrier (line 2)"
         for piece in alone.streamed
     )
     assert alone.error.startswith("RankError: rank 1 raised")

@@ -37,19 +37,6 @@ def test_dates_are_spelled_in_three_ways_all_on_one_side_of_the_split() -> None:
         assert len(source) <= tasks.LONGEST_SPELLING
 
 
-def test_the_shares_of_all_ranks_are_the_batch_with_equally_many_labels(task: tasks.Task) -> None:
-    whole = task.batch(7)
-    for world_size in (1, 2, 3, 4):
-        shares = [task.batch(7, rank=rank, world_size=world_size) for rank in range(world_size)]
-        for name, tensor in whole.items():
-            assert torch.equal(torch.cat([share[name] for share in shares]), tensor)
-            assert {len(share[name]) for share in shares} == {tasks.BATCH // world_size}
-        # else the mean of the ranks' losses would not be the loss of the batch
-        assert len({(share["labels"] != tasks.IGNORED).sum().item() for share in shares}) == 1
-    with pytest.raises(ValueError, match="no equal shares for 5 ranks"):
-        task.batch(0, world_size=5)
-
-
 def test_an_epoch_shows_every_sample_at_most_once_and_the_next_in_another_order(task: tasks.Task) -> None:
     count = len(task.train["labels"])
     steps = count // tasks.BATCH

@@ -108,7 +108,10 @@ def test_settings_from_python_data_and_models_are_checked(
 
 def test_a_directory_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("mine")
-    with one_rank(), pytest.raises(ConfigError, match="out: expected a directory to write to, found"):
+    with (
+        one_rank(),
+        pytest.raises(ConfigError, match="out: expected a directory to write to for this run"),
+    ):
         train(configured(tmp_path / "out"))
     assert (tmp_path / "out").read_text() == "mine"
 

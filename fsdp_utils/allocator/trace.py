@@ -51,22 +51,21 @@ class AllocationTrace:
         return peak / GIB
 
     @classmethod
-    def from_snapshot(cls, snapshot: Mapping[str, Any], *, device: int = 0) -> "AllocationTrace":
-        """Read what PyTorch's allocator did on a GPU; the trace begins with what was allocated before.
+    def from_snapshot(cls, snapshot: Mapping[str, Any]) -> "AllocationTrace":
+        """Read what PyTorch's allocator did on the first GPU; begins with what was allocated before.
 
         Args:
             snapshot: `torch.cuda.memory._snapshot()`, after `torch.cuda.memory._record_memory_history()` with
                 `max_entries` large enough to hold every event. A block is freed at "free_completed".
-            device: index of the GPU.
 
         Raises:
             ValueError: the snapshot holds no history of this device.
         """
-        histories = snapshot.get("device_traces", [])
-        if device >= len(histories) or not histories[device]:
+        history = [*snapshot.get("device_traces", []), []][0]
+        if not history:
             raise ValueError(
-                f"AllocationTrace.from_snapshot: expected the history of device {device} there, found "
-                "none. Call torch.cuda.memory._record_memory_history() before the steps."
+                "AllocationTrace.from_snapshot: expected the history of device 0 there, found none. Call "
+                "torch.cuda.memory._record_memory_history() before the steps."
             )
         trace, earlier, streams = cls(), [], {0: 0}
         live: dict[int, AllocationEvent] = {}  # address -> its allocation
@@ -76,7 +75,7 @@ class AllocationTrace:
             live[address] = AllocationEvent("alloc", len(trace.events) + len(earlier), size, stream=number)
             into.append(live[address])
 
-        for entry in histories[device]:
+        for entry in history:
             if entry["action"] == "alloc":
                 allocate(entry["addr"], entry["size"], entry["stream"], trace.events)
             elif entry["action"] == "free_completed":
@@ -85,7 +84,7 @@ class AllocationTrace:
                 freed = live.pop(entry["addr"])
                 trace.events.append(AllocationEvent("free", freed.block, freed.size, stream=freed.stream))
         for segment in snapshot["segments"]:
-            for block in segment["blocks"] if segment["device"] == device else ():
+            for block in segment["blocks"] if segment["device"] == 0 else ():
                 if block["state"] == "active_allocated" and block["address"] not in live:
                     allocate(block["address"], block["requested_size"], segment["stream"], earlier)
         trace.events[:0] = earlier
@@ -94,16 +93,15 @@ class AllocationTrace:
 
 @contextmanager
 def record_allocations(
-    *existing: nn.Module | torch.optim.Optimizer | torch.Tensor, device: str = "cpu"
+    *existing: nn.Module | torch.optim.Optimizer | torch.Tensor,
 ) -> Iterator[AllocationTrace]:
-    """Record what the enclosed code allocates and frees.
+    """Record what the enclosed code allocates and frees on the CPU.
 
     Inside a FakeTensorMode it traces models far larger than this machine. It does not see the workspaces
     inside kernels. On CPU it counts gloo's copies too; a `fake` process group makes none, like NCCL.
 
     Args:
         existing: modules, optimizers and tensors made before; they are allocated at the trace's start.
-        device: type of the device whose tensors count.
 
     Returns:
         The trace; call its `begin_step()` where a training step begins.
@@ -119,7 +117,7 @@ def record_allocations(
                 train_step(batch)
         print(f"{trace.peak_gib:.2f} GiB")
     """
-    recorder = Recorder(device)
+    recorder = Recorder("cpu")
     for item in existing:
         for tensor in _tensors_of(item):
             recorder.observe(tensor, "before the recording")

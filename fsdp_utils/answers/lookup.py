@@ -20,31 +20,18 @@ _DROPPED = re.compile(r"[\s\"'`‘’“”\\]+")  # noqa: RUF001  wrapped lines
 
 
 class Answer(NamedTuple):
-    """A message that was found, and what to do.
+    """A message that was found, and what to do."""
 
-    Attributes:
-        id: The entry's name, and its heading on the page "Answers".
-        message: The message as raised; … stands for what varies.
-        of: Who raises it.
-        means: What it says, in a sentence.
-        cause: Where it comes from.
-        cure: What to do.
-        lesson: The lesson that explains it.
-        code: The cure in code, or "".
-        warns: Whether it is a warning only.
-        follows: Whether it is mostly the consequence of an error on another rank.
-    """
-
-    id: str
-    message: str
-    of: str
-    means: str
+    id: str  #: the entry's name, and its heading on the page "Answers"
+    message: str  #: as raised; … stands for what varies
+    of: str  #: who raises it
+    means: str  #: what it says, in a sentence
     cause: str
     cure: str
-    lesson: int
-    code: str = ""
-    warns: bool = False
-    follows: bool = False
+    lesson: int  #: the number of the lesson that explains it
+    code: str = ""  #: the cure in code
+    warns: bool = False  #: whether it is a warning only
+    follows: bool = False  #: whether it is mostly the consequence of an error on another rank
 
     def __str__(self) -> str:
         code = "".join(f"    {line}\n" for line in self.code.splitlines())

@@ -166,7 +166,7 @@ class Lock:
                         "of its own"
                     )
             time.sleep(0.05)
-        _held.add(self)
+        _locks.add(self)
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         with suppress(OSError):  # a full disk; the lock holds without its owner's name
             self._file.truncate(0)
@@ -187,13 +187,12 @@ class Lock:
         return False
 
     def release(self) -> None:
-        if not self._file.closed:  # as it is in a fork, which holds nothing
-            with suppress(OSError):
-                self._path.unlink()
-            with suppress(OSError):  # at once, also where a fork still has the file open
-                fcntl.flock(self._file, fcntl.LOCK_UN)
-            self._file.close()
+        with suppress(OSError):
+            self._path.unlink()
+        with suppress(OSError):  # at once, also where a fork still has the file open
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._file.close()
 
 
-_held: "WeakSet[Lock]" = WeakSet()
-os.register_at_fork(after_in_child=lambda: [lock._file.close() for lock in _held])
+_locks: "WeakSet[Lock]" = WeakSet()
+os.register_at_fork(after_in_child=lambda: [lock._file.close() for lock in _locks])

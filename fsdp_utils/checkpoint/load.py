@@ -86,9 +86,7 @@ def load_distributed(
     cast: bool = False,
     wait_s: float = WAIT_S,
 ) -> "LoadedState":
-    """Load what save_distributed saved, on any number of ranks, into any wrapper of the same model.
-
-    Call it on every rank.
+    """Load what save_distributed saved, into any wrapper of the same model. Call it on every rank.
 
     Args:
         directory: as for save_distributed.
@@ -110,12 +108,10 @@ def load_distributed(
         wait_s: as for save_distributed, in seconds.
 
     Returns:
-        The state that was saved, and "step", in a LoadedState, which also names what of the model was not
-        loaded. A value of per_rank comes back to the rank that saved it, when there are as many ranks as
-        then; otherwise as a PerRank, the list of all values by the rank that saved them. A DTensor comes back
-        as this rank's part of a DTensor over the model's mesh: sharded as the parameter of the same name and
-        shape is (an average of the weights), else along the same dimensions as before; or as a full tensor
-        where the model is not sharded by FSDP2.
+        The state that was saved, and "step". A value of per_rank comes back to the rank that saved it, when
+        there are as many ranks as then; otherwise as a PerRank. A DTensor comes back over the model's mesh,
+        sharded as the parameter of the same name and shape is (an average of the weights), else along the
+        same dimensions as before; or as a full tensor where the model is not sharded by FSDP2.
 
     Raises:
         CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says

@@ -25,7 +25,7 @@ from fsdp_utils.checkpoint.state import (
 )
 from fsdp_utils.checkpoint.tensor_files import Spec
 from fsdp_utils.sharding.local_part import is_readable, local
-from fsdp_utils.sharding.names import plain_name
+from fsdp_utils.sharding.names import plain_name, some_names
 from fsdp_utils.torch_internals.fsdp import fsdp1_handle
 from fsdp_utils.torch_internals.names import get_param_to_fqns
 
@@ -75,15 +75,11 @@ def match_model(
         ):
             problems |= {problem: left} if (left := [name for name in names if name not in ignored]) else {}
     if problems:
-        lines = [f"{_some(names)}: {problem}" for problem, names in problems.items()]
+        lines = [f"{some_names(names)}: {problem}" for problem, names in problems.items()]
         more = [f"... and {len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)
         text = "\n  ".join([*lines[:_SHOWN], *more])
         raise CheckpointError(f"{where} is of another model:\n  {text}")
     return Matched(stored, missing, unexpected)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 # ---- where to read to --------------------------------------------------------------------------------

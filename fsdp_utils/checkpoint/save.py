@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_utils.checkpoint.asynchronous import Save, stage
 from fsdp_utils.checkpoint.codec import encode
@@ -35,7 +34,16 @@ from fsdp_utils.checkpoint.state import (
 )
 from fsdp_utils.checkpoint.tensor_files import check_storable, write_tensors
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks, fingerprint
-from fsdp_utils.sharding.copies import buffer_copies, copies_of, differing, digest, in_words, parameter_copies
+from fsdp_utils.sharding.copies import (
+    Copy,
+    broadcasts_buffers,
+    buffer_copies,
+    copies_of,
+    differing,
+    digest,
+    in_words,
+    parameter_copies,
+)
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.sharding.unsaved_buffers import samples, unsaved
 
@@ -57,33 +65,29 @@ def save_distributed(
     asynchronous: bool = False,
     wait_s: float = WAIT_S,
 ) -> Save:
-    """Save a sharded training state such that it is there completely, or not at all.
+    """Save a sharded training state such that it is there completely, or not at all. Call it on every rank.
 
-    Call it on every rank. Each writes its own part into a temporary folder; when all parts are durable, a
-    manifest with their hashes is added and the folder gets its name, `<commit>-step-<step>`. Until then a
-    crash leaves the checkpoints that were there before. Tensors are in safetensors files, all else in JSON.
+    Each rank writes its own part into a temporary folder; when all parts are durable, a manifest with their
+    hashes is added and the folder gets its name, `<commit>-step-<step>`. Until then a crash leaves the
+    checkpoints that were there before. Tensors are in safetensors files, all else in JSON.
 
     Args:
         directory: where the checkpoints of one training are, the same for all ranks. Made if it is not there.
         model: wrapped with FSDP2, FSDP1 or DDP, or not at all.
         optimizer: one, or several over different parameters, as a sequence or the values of a mapping; they
-            are told apart by their parameters, not by order or name. Left out of the checkpoint when None.
+            are told apart by their parameters, not by order or name.
         step: number of the training step.
-        state: what else training needs to go on, by name, equal on all ranks: plain values and tensors
-            (DTensors are stored sharded), and objects with state_dict() and load_state_dict() (schedulers,
-            gradient scalers), of which the state_dict() is saved.
+        state: what else training needs to go on, by name, equal on all ranks: plain values, tensors (DTensors
+            are stored sharded), and objects with state_dict() and load_state_dict() (schedulers, scalers).
         per_rank: what differs between ranks, by name: the state of random number generators, the position in
-            this rank's data. Each rank's value comes back to it. A buffer of the model that differs is to be
-            given under its name, and copied back after loading; the model's part of the checkpoint has rank
-            0's.
+            this rank's data. A buffer of the model that differs is to be given under its name, and copied
+            back after loading; the model's part of the checkpoint has rank 0's.
         keep: delete all but the last `keep` checkpoints, after this one is durable. None keeps all.
         ignore_frozen_params: leave out parameters that need no gradient: of a model with adapters over a
             frozen base, save the adapters. Such a checkpoint is loaded with the same option.
-        asynchronous: return when the state is copied to CPU memory, and write in the background. One save is
-            in flight at a time: the next save or load waits for it and raises its error. Takes memory for a
-            second copy of this rank's shard, and keeps it for the next save.
-        wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
-            the model's own groups. One rank may take an hour longer than the others to write its part.
+        asynchronous: return when the state is copied to CPU memory, which is kept for the next save, and
+            write in the background. The next save or load waits for it and raises its error.
+        wait_s: seconds to wait for all ranks to enter. Then one may take an hour longer to write its part.
 
     Returns:
         The save. `.wait()` gives the path of the checkpoint; it is done already unless asynchronous.
@@ -150,7 +154,8 @@ def save_distributed(
 
         held, own, texts = ranks.each(collect)
         params = {name for names in parameter_names(model).values() for name in names}
-        _check_equal(held, model, ranks, {*ignored, *(of_rank.keys() - params), *_of_ddp(wrapped, model)})
+        buffers = {} if broadcasts_buffers(wrapped) else buffer_copies(model)
+        _check_equal(held, model, buffers, ranks, {*ignored, *(of_rank.keys() - params)})
         about = {
             "step": step,
             "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -228,7 +233,9 @@ def _must_see(unfinished: Path) -> None:
 # ---- what must be equal on all ranks -----------------------------------------------------------------
 
 
-def _check_equal(held: Held, model: nn.Module, ranks: Ranks, ignored: Collection[str]) -> None:
+def _check_equal(
+    held: Held, model: nn.Module, buffers: dict[str, Copy], ranks: Ranks, ignored: Collection[str]
+) -> None:
     """Check that what one rank saves for all of them is equal on all.
 
     One rank's values are stored, so those of the others would be lost without an error: of replicas that have
@@ -236,8 +243,8 @@ def _check_equal(held: Held, model: nn.Module, ranks: Ranks, ignored: Collection
     """
     if not ranks.distributed:
         return
-    copies = {**parameter_copies(model), **buffer_copies(model)}
     names = {*ignored, *(name for name, _ in unsaved(model))}
+    copies = {**parameter_copies(model), **buffers}
     copies = {name: copy for name, copy in copies.items() if name not in names}
     in_state = ((key, held.tensors[key]) for key in held.plain["dims"])
     copies |= copies_of((key, one) for key, one in in_state if isinstance(one, DTensor))
@@ -259,13 +266,6 @@ def _check_equal(held: Held, model: nn.Module, ranks: Ranks, ignored: Collection
             )
 
     ranks.each(refuse)
-
-
-def _of_ddp(wrapped: nn.Module, model: nn.Module) -> set[str]:
-    """Name the buffers that DDP broadcasts from rank 0 before the next step."""
-    units = [one for one in wrapped.modules() if isinstance(one, DistributedDataParallel)]
-    known = {id(buffer) for one in units if one.broadcast_buffers for buffer in one.buffers()}
-    return {plain_name(name) for name, buffer in model.named_buffers() if id(buffer) in known}
 
 
 def _digests(held: Held, model: nn.Module, ignored: Collection[str]) -> dict[str, str]:
@@ -321,17 +321,15 @@ def _configuration(module: Any) -> dict[str, Any]:
     base = module
     if isinstance(adapters := getattr(module, "peft_config", None), dict):  # peft's wrapper
         base = module.get_base_model() if hasattr(module, "get_base_model") else module
-        about["adapters"] = {key: _plain_adapter(adapter, base) for key, adapter in adapters.items()}
+        for key, adapter in adapters.items():  # as peft's save_pretrained writes them
+            name = adapter.base_model_name_or_path or getattr(base, "name_or_path", None)
+            settings = {**adapter.to_dict(), "inference_mode": True, "base_model_name_or_path": name}
+            plain = json.dumps(
+                settings, default=lambda one: sorted(one) if isinstance(one, set) else str(one)
+            )
+            about.setdefault("adapters", {})[key] = json.loads(plain)
     config = getattr(base, "config", None)
     if config is not None and hasattr(config, "to_json_string"):
         architecture = type(base).__name__.removeprefix("FSDP")
         about["config"] = {**json.loads(config.to_json_string()), "architectures": [architecture]}
     return about
-
-
-def _plain_adapter(adapter: Any, base: nn.Module) -> dict[str, Any]:
-    """The configuration of an adapter as peft's save_pretrained writes it."""
-    name = adapter.base_model_name_or_path or getattr(base, "name_or_path", None)
-    settings = {**adapter.to_dict(), "inference_mode": True, "base_model_name_or_path": name}
-    plain = json.dumps(settings, default=lambda one: sorted(one) if isinstance(one, set) else str(one))
-    return json.loads(plain)

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ from fsdp_utils.checkpoint.codec import encode
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.fsdp import Flat
-from fsdp_utils.torch_internals.names import WRAPPED, ShardedTensor
-from fsdp_utils.torch_internals.runtime import own_children, own_parameters, sharded_tensor_group
+from fsdp_utils.torch_internals.names import FLAT_PARAM, WRAPPED, ShardedTensor
+from fsdp_utils.torch_internals.runtime import sharded_tensor_group
 
 # What the keys of tensors begin with.
 MODEL, EXTRA, OPTIMIZER, STATE, PER_RANK = "model.", "extra.model.", "optimizer.", "state.", "per_rank."
@@ -33,16 +32,13 @@ Optimizers = Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer]
 
 @dataclass
 class Held:
-    """The tensors of a model, its optimizers and the state by key, and the rest as codec.encode() has it.
-
-    `plain` has "extra" (the model's state dict besides tensors, by name), "optimizers" (of
-    each its "classes", and of each of its "groups" the "params" by name and "settings"), "optimizer" (their
-    state, by name of the parameter), "state", and "dims" (by key of each DTensor in the state, or of an
-    optimizer and of another shape than its parameter, the dimension that each dimension of its mesh shards,
-    None where replicated).
-    """
+    """The tensors of a model, its optimizers and the state by key, and the rest as codec.encode() has it."""
 
     tensors: dict[str, Tensor]
+    # "extra": the model's state dict besides tensors, by name. "optimizers": of each its "classes", and of
+    # its "groups" the "params" by name and "settings". "optimizer": their state, by name of the parameter.
+    # "state". "dims": by key of a DTensor in the state, or of an optimizer and of another shape than its
+    # parameter, the dimension that each dimension of its mesh shards, None where replicated.
     plain: dict[str, Any]
     tied: dict[str, str]  # name of a parameter that is left out -> the name under which it is there
     # The model's state dict as torch gives it, over the memory of `tensors`, and its names by those of here.
@@ -185,33 +181,16 @@ def in_parts(model: nn.Module) -> Iterator[None]:
 # ---- names -------------------------------------------------------------------------------------------
 
 
-def _inner(module: object) -> tuple[str, nn.Module] | None:
-    """The module inside of a wrapper (DDP, FSDP1, checkpointing, compile, Fabric), with its name there."""
-    if isinstance(module, DistributedDataParallel | nn.DataParallel):
-        return "module", module.module
-    # A wrapper holds one module. Fabric's has the model under a second name.
-    children = dict(islice(module.named_children(), 3)) if isinstance(module, nn.Module) else {}
-    names = [name for name in children if name != "_original_module"]
-    if len(names) != 1 or names[0] not in (*WRAPPED, "_forward_module"):
-        return None
-    return names[0], children[names[0]]
-
-
 def unwrapped(model: nn.Module, *, sharded: bool = True) -> nn.Module:
     """Strip the wrappers around a model that are modules of their own; or those alone that shard nothing."""
-    while (sharded or not isinstance(model, FSDP1 | FSDPModule)) and (inner := _inner(model)) is not None:
-        model = inner[1]
+    while sharded or not isinstance(model, FSDP1 | FSDPModule):
+        # A wrapper holds one module. Fabric's has the model under a second name.
+        children = {name: child for name, child in model.named_children() if name != "_original_module"}
+        replicas = isinstance(model, DistributedDataParallel | nn.DataParallel)
+        if len(children) != 1 or not (replicas or children.keys() <= {*WRAPPED, "_forward_module"}):
+            break
+        (model,) = children.values()
     return model
-
-
-def _modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules under names without those of wrappers, one that has two names twice."""
-    yield name, module
-    inner = _inner(module)
-    children = own_children(module) if inner is None else {"": inner[1]}
-    for child_name, child in children.items():
-        if child is not None:
-            yield from _modules(child, plain_name(name, child_name))
 
 
 def named_parameters(model: nn.Module) -> tuple[dict[nn.Parameter, list[str]], dict[str, str]]:
@@ -222,21 +201,23 @@ def named_parameters(model: nn.Module) -> tuple[dict[nn.Parameter, list[str]], d
     """
     names: dict[nn.Parameter, list[str]] = {}
     tied: dict[str, str] = {}
-    for prefix, module in _modules(model):
-        for own_name, param in own_parameters(module).items():
-            if param is not None:
-                here = [plain_name(prefix, name) for name in Flat(param).names or (own_name,)]
-                first = names.setdefault(param, here)
-                tied |= {name: one for name, one in zip(here, first, strict=True) if name != one}
-                # FSDP1 without use_orig_params has one flat parameter, which remembers what was tied.
-                for info in Flat(param).tied:
-                    alias = plain_name(prefix, info.module_name, info.param_name)
-                    tied[alias] = plain_name(prefix, info.prim_module_name, info.prim_param_name)
+    replicas = [f"{name}." for name, one in model.named_modules() if isinstance(one, DistributedDataParallel)]
+    for raw, param in model.named_parameters(remove_duplicate=False):
+        for unit in reversed(replicas):  # inner before outer
+            raw = unit + raw.removeprefix(f"{unit}module.") if raw.startswith(unit) else raw
+        flat, prefix = Flat(param), raw.removesuffix(FLAT_PARAM)
+        here = [plain_name(prefix, name) for name in flat.names] or [plain_name(raw)]
+        first = names.setdefault(param, here)
+        tied |= {name: one for name, one in zip(here, first, strict=True) if name != one}
+        # FSDP1 without use_orig_params has one flat parameter, which remembers what was tied.
+        for info in flat.tied:
+            alias = plain_name(prefix, info.module_name, info.param_name)
+            tied[alias] = plain_name(prefix, info.prim_module_name, info.prim_param_name)
     return names, tied
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Map every parameter that an optimizer may hold to its name, or names (FSDP1's flat parameters)."""
+    """The first map of named_parameters()."""
     return named_parameters(model)[0]
 
 
@@ -254,10 +235,7 @@ def has_fsdp1(model: nn.Module) -> bool:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence warnings of torch's FSDP1 code about torch's own deprecated calls."""
+    calls = "ShardedTensor|FSDP.state_dict_type|_get_pg_default_device|Multiple backends are registered"
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", category=FutureWarning, message=".*(ShardedTensor|FSDP.state_dict_type)"
-        )
-        warnings.filterwarnings("ignore", category=UserWarning, message=".*_get_pg_default_device")
-        warnings.filterwarnings("ignore", category=UserWarning, message="Multiple backends are registered")
+        warnings.filterwarnings("ignore", message=f".*({calls})")
         yield

@@ -14,33 +14,23 @@ WITHIN, BETWEEN = "within a host", "between hosts"
 class StepEvent:
     """One thing that this rank issued.
 
-    Args:
-        order: Place in the order of issue, from 0.
-        kind: "all_gather", "reduce_scatter", "all_reduce", "broadcast", ...; "compute" for what was computed
-            between two other events for one module; "free" when gathered parameters were freed.
-        module: Name of the FSDP unit, "(root)" for the model itself, "bucket 0", "bucket 1", ... for the
-            gradients of DDP, "" for none.
-        phase: "forward", "backward", "optimizer", or "other" for what is none of these.
-        bytes_in, bytes_out: What this rank gave to the collective and what it got, padding included.
-        ranks: Global ranks that took part; empty where nothing was sent.
-        link: "within a host" or "between hosts"; "" where nothing was sent.
-        start: Seconds since the recording began; on a GPU not in the order of issue.
-        seconds: Duration; None for a collective whose end was not seen. gloo tells no end of a
-            reduce-scatter, a send or a receive: what is not FSDP's own lasts until the model's next event.
-        dimension: Name of the mesh dimension whose ranks took part, such as "fsdp" or "tp"; "" for none.
+    Of kind "compute" is what was computed between two other events for one module, and "free" is when
+    gathered parameters were freed; the others are collectives: "all_gather", "reduce_scatter", ...
     """
 
-    order: int
+    order: int  #: place in the order of issue, from 0
     kind: str
-    module: str
-    phase: str
-    bytes_in: int = 0
-    bytes_out: int = 0
-    ranks: tuple[int, ...] = ()
-    link: str = ""
-    start: float = 0.0
+    module: str  #: the FSDP unit, "(root)", "bucket 0", ... for the gradients of DDP, "" for none
+    phase: str  #: "forward", "backward", "optimizer" or "other"
+    bytes_in: int = 0  #: what this rank gave to the collective, padding included
+    bytes_out: int = 0  #: what it got
+    ranks: tuple[int, ...] = ()  #: global ranks that took part
+    link: str = ""  #: "within a host" or "between hosts"; "" where nothing was sent
+    start: float = 0.0  #: seconds since the recording began; on a GPU not in the order of issue
+    #: None for a collective whose end was not seen. gloo tells no end of a reduce-scatter, a send or a
+    #: receive: what is not FSDP's own lasts until the model's next event.
     seconds: float | None = None
-    dimension: str = ""
+    dimension: str = ""  #: of the mesh, whose ranks took part, such as "fsdp" or "tp"; "" for none
 
     @property
     def is_collective(self) -> bool:
@@ -78,12 +68,7 @@ class StepEvent:
 
 @dataclass(frozen=True)
 class Span:
-    """When an event ran, or runs in a replay.
-
-    Args:
-        event: What ran.
-        start, end: Seconds since the recording or the replay began; equal for what was freed.
-    """
+    """When an event ran, or runs in a replay, in seconds since that began; equal for what was freed."""
 
     event: StepEvent
     start: float

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 from torch.utils.module_tracker import ModuleTracker
 
 from fsdp_utils.sharding.units import ROOT, Unit
@@ -64,29 +64,21 @@ def listen(
     names: dict[Any, str] = {part: unit.name for unit in units for part in unit.parts}
     names |= {fsdp2_state(unit.modules[0]): unit.name for unit in units if not unit.fsdp1}
     kinds = {unit.fsdp1 for unit in units}
-    hooks: list[RemovableHandle] = []
-    replaced: list[tuple[Any, str, Any]] = []
-    try:
-        _hook_model(model, bool(units), listener, hidden, hooks)
+    with ExitStack() as stack:
+        _hook_model(model, bool(units), listener, hidden, stack)
         modules = [(module, unit.name) for unit in units for module in unit.modules]
         if not any(unit.name == ROOT for unit in units):
             modules.append((model, ROOT))
         for module, name in modules:
-            _hook_computation(module, name, listener, hidden, hooks)
+            _hook_computation(module, name, listener, hidden, stack)
         for (owner, attribute), at, role in [function for kind in kinds for function in _FUNCTIONS[kind]]:
-            original = getattr(owner, attribute)
-            replaced.append((owner, attribute, original))
-            setattr(owner, attribute, hidden(_told(original, at, role, names, listener)))
+            told = _told(getattr(owner, attribute), at, role, names, listener)
+            stack.enter_context(patch.object(owner, attribute, hidden(told)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for owner, attribute, original in replaced:
-            setattr(owner, attribute, original)
 
 
 def _hook_model(
-    model: nn.Module, has_units: bool, listener: Listener, hidden: Wrapper, hooks: list[RemovableHandle]
+    model: nn.Module, has_units: bool, listener: Listener, hidden: Wrapper, stack: ExitStack
 ) -> None:
     """Tell when the model is called, and when backward begins where no unit tells it."""
 
@@ -97,10 +89,12 @@ def _hook_model(
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         if outputs:
             begins = hidden(lambda _: _begin_backward(ROOT, listener))
-            hooks.append(register_multi_grad_hook(outputs, begins, mode="any"))
+            stack.callback(register_multi_grad_hook(outputs, begins, mode="any").remove)
 
-    hooks.append(model.register_forward_pre_hook(hidden(lambda *_: listener.in_forward(1)), prepend=True))
-    hooks.append(model.register_forward_hook(hidden(forward_is_over), always_call=True))
+    begins = model.register_forward_pre_hook(hidden(lambda *_: listener.in_forward(1)), prepend=True)
+    ends = model.register_forward_hook(hidden(forward_is_over), always_call=True)
+    stack.callback(begins.remove)
+    stack.callback(ends.remove)
 
 
 def _begin_backward(unit: str, listener: Listener) -> None:
@@ -110,7 +104,7 @@ def _begin_backward(unit: str, listener: Listener) -> None:
 
 
 def _hook_computation(
-    module: nn.Module, name: str, listener: Listener, hidden: Wrapper, hooks: list[RemovableHandle]
+    module: nn.Module, name: str, listener: Listener, hidden: Wrapper, stack: ExitStack
 ) -> None:
     """Tell when a unit computes in forward: not while the hooks of FSDP before and after it run."""
     inner = module
@@ -134,12 +128,13 @@ def _hook_computation(
             listener.end(name, "forward")
             listener.enter(name)
 
-    hooks += (
+    for hook in (
         module.register_forward_pre_hook(hidden(lambda *_: listener.enter(name)), prepend=True),
         inner.register_forward_pre_hook(hidden(begins)),
         inner.register_forward_hook(hidden(ends), prepend=True, always_call=True),
         module.register_forward_hook(hidden(lambda *_: listener.leave(name)), always_call=True),
-    )
+    ):
+        stack.callback(hook.remove)
 
 
 # The functions inside of FSDP1 (True) and FSDP2 (False) that work for a unit. With each, which argument is

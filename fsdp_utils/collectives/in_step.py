@@ -18,7 +18,6 @@ from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls
 from fsdp_utils.collectives.call_site import find_line, place_in_words, signature
 from fsdp_utils.collectives.calls_of_ranks import CallsOfRanks, Finding
 from fsdp_utils.distributed.agreement import has_peers, library_store
-from fsdp_utils.distributed.rank_errors import keep_finding
 
 POLL_S = 0.5  # how often a rank publishes its new calls, and rank 0 compares those of all ranks
 ANSWER_S = 3.0  # for the ranks to hear of the comparison when one leaves the block
@@ -61,7 +60,7 @@ def check_in_step(*, after_s: float = 10.0, by_line: bool = True) -> Iterator[In
     than it takes, where equal calls come from different lines, or where a rank leaves the block while others
     wait in a collective for it. Rank 0 then prints a report to stderr within about two seconds, and each rank
     raises it at its next collective or at the end of the block, or when the collective that it waits in ends:
-    at the latest at the time-out of its process group. `run_on_ranks` raises it where its time ends first.
+    at the latest at the time-out of its process group.
 
     A rank that computes for long while others wait for it looks like a hang, and may be none. Rank 0 reports
     such a wait once, after `after_s`, and nothing is raised.
@@ -147,7 +146,9 @@ class _Watch(threading.Thread):
 
     def collective(self, call: Call, issue: Callable[[], Any]) -> Any:
         """Record a call, then issue it."""
-        if call.kind in _POINT_TO_POINT or not self._is_main():
+        # the program's thread, or one of torch, such as backward's on a GPU
+        is_main = threading.get_ident() == self._main or threading.current_thread().name.startswith("Dummy-")
+        if call.kind in _POINT_TO_POINT or not is_main:
             return issue()
         if self.parted:
             raise OutOfStep(self.found.report)
@@ -168,10 +169,6 @@ class _Watch(threading.Thread):
         self._calls.append((name, number, what.site(by_line=self._by_line)))
         return issue()
 
-    def _is_main(self) -> bool:
-        """Is this the program's thread, or one of torch, such as backward's on a GPU?"""
-        return threading.get_ident() == self._main or threading.current_thread().name.startswith("Dummy-")
-
     def leave(self, how: str, *, wait_s: float) -> None:
         """Wait at most so long for the end of the comparison, as the program leaves the block."""
         self._left = how
@@ -180,8 +177,6 @@ class _Watch(threading.Thread):
         self._is_over = True
         self._wake.set()
         self.join(ANSWER_S + 2 * POLL_S)
-        if self._rank == 0:
-            keep_finding(None)  # this rank raises it, or the program goes on
 
     # in the thread of the watch
 
@@ -232,10 +227,7 @@ class _Watch(threading.Thread):
         if finding.parted or (finding.text and is_still):
             self._waited = True
             self._store.set("finding", json.dumps(finding._asdict()))
-            keep_finding((OutOfStep if finding.parted else TimeoutError)(finding.text))
             print(f"check_in_step: {finding.text}", file=sys.stderr, flush=True)
-        if self._waited and not (finding.text or self.parted):
-            keep_finding(None)  # the wait is over
         if is_over or all(self._all.left.values()):
             self._store.set("end", "")
 

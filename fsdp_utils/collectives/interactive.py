@@ -8,12 +8,9 @@ from typing import Any, ClassVar
 
 
 class Interactive:
-    """A figure that a notebook shows as HTML with a script, or as a picture where scripts do not run.
+    """A figure that a notebook shows as HTML with a script, or as a PNG where scripts do not run.
 
-    Args:
-        data: what the script draws from; its "id" is that of the place on the page.
-        text: in place of the picture.
-        picture: PNG.
+    The script draws from `data`, whose "id" is that of the place on the page; `text` describes the picture.
     """
 
     SCRIPT: ClassVar[tuple[str, str]]  # package and file of a function, which is called with the data

@@ -19,8 +19,7 @@ MICROSECONDS = 1e6
 def write_perfetto(path: str | os.PathLike[str], traces: Sequence[CollectiveTrace]) -> None:
     """Write traces in Chrome's Trace Event Format: a process for each rank, a thread for each kind of event.
 
-    Source: "Trace Event Format", the document that https://perfetto.dev/docs/getting-started/other-formats
-    links to.
+    Source: the document that https://perfetto.dev/docs/getting-started/other-formats links to.
     """
     events = [event for trace in traces for event in _events(trace)]
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

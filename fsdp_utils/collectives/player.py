@@ -21,7 +21,7 @@ class Player(Interactive):
     SCRIPT = "fsdp_utils.collectives", "player.js"
 
 
-def play(runs: Mapping[str, Replay], *, until: float | None = None, choose: bool = False) -> Player:
+def play(runs: Mapping[str, Replay], *, choose: bool = False) -> Player:
     """Show replayed steps in a player: play, pause, step from event to event, scrub, change the speed.
 
     Below the streams of a run stands what one rank holds of each unit: from its shard to the full parameters
@@ -29,7 +29,6 @@ def play(runs: Mapping[str, Replay], *, until: float | None = None, choose: bool
 
     Args:
         runs: by title, one above the other on one time axis. The titles should say that these are replays.
-        until: seconds that the axis shows; by default, all of the longest run.
         choose: show one run at a time, the first to begin with, and a button for each.
 
     Returns:
@@ -51,7 +50,7 @@ def play(runs: Mapping[str, Replay], *, until: float | None = None, choose: bool
     if empty or not runs:
         found = f"{empty or 'no replay'}. Give trace.replay() compute_s or link_gib_s."
         raise ValueError(f"play: expected replays in which something takes time, found {found}")
-    until = until or max(run.step_s for run in runs.values())
+    until = max(run.step_s for run in runs.values())
     units = list(dict.fromkeys(unit for run in runs.values() for unit in run.units if unit != ROOT))
     time_unit, scale = plot.time_unit(until)
     steps = ", ".join(f"{title} takes {run.step_s * scale:.2f} {time_unit}" for title, run in runs.items())

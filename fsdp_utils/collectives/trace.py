@@ -17,20 +17,13 @@ MIB = 2**20
 
 @dataclass
 class CollectiveTrace:
-    """The recording of `record_collectives` on this rank.
-
-    Args:
-        rank, world_size: Whose trace it is.
-        unit_bytes: By name of each FSDP unit: bytes of its full parameters, without padding.
-        events: In the order of issue.
-        notes: About the recording itself, such as the exception that ended it.
-    """
+    """The recording of `record_collectives` on this rank."""
 
     rank: int
     world_size: int
-    unit_bytes: dict[str, int] = field(default_factory=dict)
-    events: list[StepEvent] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    unit_bytes: dict[str, int] = field(default_factory=dict)  #: of its full parameters, without padding
+    events: list[StepEvent] = field(default_factory=list)  #: in the order of issue
+    notes: list[str] = field(default_factory=list)  #: such as the exception that ended the recording
 
     @property
     def collectives(self) -> list[StepEvent]:

@@ -28,13 +28,11 @@ T = TypeVar("T")
 _Problem = tuple[str, type[Exception]]  # the text of a failure, and the class that all ranks raise
 
 WAIT_S = 30.0  # how long a rank waits for the others to enter the same call
-_LONGEST_S = 1e9  # 30 years
 _SLOWEST_POLL_S = 0.05
 _CONNECT_S = 5.0  # the least time that ranks have to make their group
 _ALL_HERE = "all"  # the outcome of a round, or else the error's text
 _SHOWN, _SHOWN_LENGTH = 3, 200  # values that differ, characters of a value
 _CURE = ". Decide on one rank and broadcast the decision."
-_END_LATER = ": call .wait() before destroy_process_group()"
 
 _groups: dict[str, Callable[[], dist.ProcessGroup | None]] = {}  # weak references, by topic
 
@@ -70,14 +68,9 @@ class LostRank(RuntimeError):
 class Ranks:
     """The ranks of the default process group, which exchange results and failures.
 
-    `agree` makes one with a separate group; made directly, it uses the default group. Without a process
-    group, and with a fake one, this process is the only rank.
-
-    Args:
-        action: what the ranks do together, for the errors; "" for nothing.
-        error: the class of the errors that all ranks raise; a subclass from its module is raised as such.
-        told: which exceptions of a function are told to all ranks; others are raised on their rank alone.
-        topic: calls of one topic share a group.
+    `agree` makes one with a separate group for its topic; made directly, it uses the default group. Without a
+    process group, and with a fake one, this process is the only rank. All ranks raise failures as `error`, or
+    as a subclass from its module. Exceptions that are not `told` are raised on their rank alone.
     """
 
     def __init__(
@@ -117,12 +110,9 @@ class Ranks:
         return result
 
     def same(self, what: str, values: Mapping[str, str], *, cure: str = "") -> None:
-        """Check that values, or hashes of them, are equal on all ranks; the error names those that differ.
+        """Check that values, or hashes of them, are equal on all ranks, by name.
 
-        Args:
-            what: what the values are of, for the error; "" if their names say it.
-            values: by name.
-            cure: what to do, for the error.
+        The error says what the values are of, which of them differ, and what to do (cure).
         """
         digest = int(fingerprint([json.dumps(sorted(values.items()))]), 16) - 2**63
         if len(set(self.numbers(digest))) == 1:
@@ -162,10 +152,8 @@ class Ranks:
                 raise
             lost = isinstance(error, LostRank)
             what = str(error) if lost else f"failed, or lost a rank that did: {self._words(error)}"
-            if self.distributed and not dist.is_initialized():
-                what += f". The process group was destroyed meanwhile{_END_LATER}"
-            elif self.in_background:  # a rank that destroyed its group looks like one that died
-                what += f". If it has only ended too early{_END_LATER}"
+            if self.in_background:  # a rank that destroyed its group looks like one that died
+                what += ". If it has only ended too early: call .wait() before destroy_process_group()"
             text = self._text(f"rank {self.rank} {what}")
             if self.distributed:
                 with suppress(Exception):  # the store has gone with its rank; else the first failure counts
@@ -313,8 +301,7 @@ def agree(
 
     Args:
         action: the name of the caller, for the error.
-        facts: gives what must be the same on all ranks (values that JSON can hold). It is called before the
-            ranks wait for each other.
+        facts: gives what must be the same on all ranks, as values that JSON can hold.
         error: the class of the error.
         topic: calls of one topic share a group until `Ranks.close`, so they must not overlap.
         wait_s: seconds to wait for the other ranks to enter.
@@ -328,8 +315,6 @@ def agree(
         ranks = agree("evaluate", lambda: {"step": 3}, error=RuntimeError, topic="evaluate")
         print(ranks.first(lambda: 2.5))  # 2.5
     """
-    if not isinstance(wait_s, int | float) or not 0 <= wait_s <= _LONGEST_S:  # false for nan, too
-        raise error(f"{action}: expected wait_s in seconds, from 0 to {_LONGEST_S:g}, found {wait_s!r}")
     ranks = Ranks(action, error, topic=topic)
     stated = ranks._call(lambda: {name: json.dumps(value) for name, value in facts().items()})
     if ranks.distributed:

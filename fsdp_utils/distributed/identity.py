@@ -95,19 +95,13 @@ def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
     yield
 
 
-def sampler(
-    dataset: Any, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
-) -> DistributedSampler:
+def sampler(dataset: Any, **options: Any) -> DistributedSampler:
     """Return the sampler of this rank's share of a dataset; of all of it when not distributed.
 
     Call its `set_epoch(epoch)` before each epoch, or each epoch has the same order. The order depends on seed
-    and epoch alone: rank r of n takes every n-th sample, from the r-th on.
-
-    Args:
-        dataset: anything with a length and an index.
-        shuffle: False for evaluation.
-        seed: must be the same on every rank.
-        drop_last: leave out the last samples where they do not divide among the ranks; else some come twice.
+    and epoch alone: rank r of n takes every n-th sample, from the r-th on. Options are those of torch's
+    DistributedSampler: shuffle=False for evaluation, seed, and drop_last for samples that do not divide among
+    the ranks, of which some come twice otherwise.
 
     Raises:
         TypeError: the dataset has no length (an IterableDataset splits itself, in `__iter__`).
@@ -123,8 +117,7 @@ def sampler(
     if not hasattr(dataset, "__len__"):
         found = f"expected a dataset with a length, found {type(dataset).__name__}"
         raise TypeError(f"sampler: {found}. Split it by get_rank() and get_world_size() in its __iter__.")
-    ranks = get_world_size(), get_rank()
-    return DistributedSampler(dataset, *ranks, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    return DistributedSampler(dataset, get_world_size(), get_rank(), **options)
 
 
 def _has_group() -> bool:

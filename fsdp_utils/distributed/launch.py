@@ -8,7 +8,6 @@ import pickle
 import re
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from fsdp_utils.distributed import rank_errors, rank_processes
+from fsdp_utils.distributed import rank_processes
 from fsdp_utils.distributed.agreement import usable_cores
 from fsdp_utils.distributed.rank_errors import pack_error, unpack_error
 from fsdp_utils.distributed.rank_processes import Ended, RankProcess, receive
@@ -45,10 +44,10 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
     """Run `fn(*args)` on each of `world_size` ranks of this machine and return what each rank returned.
 
     Inside fn the process group is initialised, and RANK, LOCAL_RANK, WORLD_SIZE and so on are set as
-    torchrun sets them (without MASTER_ADDR: there is no port). fn may be defined anywhere: in a notebook
-    cell, in a script (no `if __name__ == "__main__"` needed), in another function. It, its arguments and its
-    results travel by value, tensors too; of a DTensor return `.full_tensor()` or `.to_local()`. No rank sees
-    a GPU: use torchrun for those. When the call ends, the ranks and all that they started are gone.
+    torchrun sets them (without MASTER_ADDR: there is no port). fn may be defined anywhere (no
+    `if __name__ == "__main__"` needed). It, its arguments and its results travel by value, tensors too; of a
+    DTensor return `.full_tensor()` or `.to_local()`. No rank sees a GPU: use torchrun for those. When the
+    call ends, the ranks and all that they started are gone.
 
     Args:
         fn: called on every rank.
@@ -62,8 +61,7 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
     Raises:
         Exception: the failure that happened first among the ranks, with that rank's traceback as its cause.
         RuntimeError: that exception cannot be sent or would end this process, or a rank died: says how.
-        TimeoutError: fn took too long on some rank; shows the lines on which the ranks stand. The report of
-            `check_in_step` is raised in its place, from this error.
+        TimeoutError: fn took too long on some rank; shows the lines on which the ranks stand.
         TypeError: fn or args cannot be pickled.
         ValueError: world_size is below 1, or timeout is not above 0.
 
@@ -119,7 +117,6 @@ def _receive_all(
     waiting = {rank.rank: rank for rank in ranks}
     received: dict[int, Any] = {}
     failures: list[tuple[int, BaseException]] = []  # (when, what)
-    finding: bytes | None = None  # from check_in_step
     limit = time.monotonic() + timeout
     while waiting and (left := limit - time.monotonic()) > 0:
         for rank, message in receive(waiting.values(), left):
@@ -129,9 +126,6 @@ def _receive_all(
             elif message[0] == "failure":
                 when, error = message[1]
                 failures.append((when, unpack_error(error, f"rank {rank.rank} of {len(ranks)}")))
-            elif message[0] == "finding":
-                finding = message[1]
-                continue
             else:
                 received[rank.rank] = message[1]
             del waiting[rank.rank]
@@ -146,8 +140,7 @@ def _receive_all(
         stood = [f"\n{_stack(n, directory)}" if n in waiting else " has returned" for n in range(len(ranks))]
         lines = [f"run_on_ranks: fn did not return on ranks {sorted(waiting)} within {timeout:g} s."]
         lines += ["They stand at:", *(f"rank {number}:{place}" for number, place in enumerate(stood))]
-        stood_at = TimeoutError("\n".join(lines))
-        raise stood_at if finding is None else unpack_error(finding, "check_in_step") from stood_at
+        raise TimeoutError("\n".join(lines))
     return [received[rank.rank] for rank in ranks]
 
 
@@ -198,13 +191,6 @@ def _call_function(
     rank: int, pipe: Connection, directory: Path, world_size: int, call: bytes, timeout: float
 ) -> None:
     """Join the process group, call the function, and send what it returns, or its failure."""
-    sending = threading.Lock()
-
-    def send(*message: Any) -> None:
-        with sending:
-            pipe.send(message)
-
-    rank_errors.send_finding = lambda finding: send("finding", finding)
     for name in [name for name in os.environ if name.startswith(("TORCHELASTIC_", "MASTER_"))]:
         del os.environ[name]
     try:
@@ -215,7 +201,7 @@ def _call_function(
         store = f"file://{directory.as_posix()}/store"  # a file: no port that others could reach
         limit = timedelta(seconds=timeout + _START_LIMIT_S)  # the caller's timeout comes first
         dist.init_process_group("gloo", store, limit, world_size, rank)
-        send("ready", None)
+        pipe.send(("ready", None))
         pipe.recv()  # all are connected: fn may destroy the group at once
         faulthandler.dump_traceback_later(timeout, file=(directory / f"stack_{rank}").open("w"))
         fn, args = cloudpickle.loads(call)
@@ -224,7 +210,7 @@ def _call_function(
         message = "failure", (time.monotonic_ns(), pack_error(error))
     faulthandler.cancel_dump_traceback_later()
     try:
-        send(*message)
+        pipe.send(message)
         # Stay until everybody is done: were the group to close now, peers would fail in their collectives.
         # After a failure SIGKILL ends this.
         pipe.recv()

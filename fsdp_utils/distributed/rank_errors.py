@@ -2,15 +2,11 @@
 
 import pickle
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import cloudpickle
 
 from fsdp_utils.answers import explained_in_a_line
-
-send_finding: Callable[[Any], None] | None = None  # set on a rank of run_on_ranks
 
 
 class RankTraceback(Exception):
@@ -49,10 +45,3 @@ def unpack_error(packed: bytes, where: str) -> BaseException:
     if add_note and (line := explained_in_a_line(text)):
         add_note(line)
     return error
-
-
-def keep_finding(error: BaseException | None) -> None:
-    """Let run_on_ranks raise this error should its time run out; None takes it back."""
-    if send_finding is not None:
-        with suppress(OSError):  # run_on_ranks has ended
-            send_finding(None if error is None else pack_error(error))

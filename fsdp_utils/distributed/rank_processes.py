@@ -115,13 +115,9 @@ def start_rank(
 ) -> RankProcess:
     """Start a rank, with this process's environment, which calls `main(rank, pipe, directory, *args)`.
 
-    Args:
-        method: from `start_server`.
-        main: "module:function".
-        rank: the rank's number.
-        directory: temporary files of the ranks, removed when this process dies.
-        args: further arguments of the function.
-        output: descriptors for standard output and standard error; the server's may be others by now.
+    `main` is "module:function", `method` is from `start_server`, and the directory is removed when this
+    process dies. `output` has the descriptors for standard output and standard error, as the server's may be
+    others by now.
     """
     context: Any = multiprocessing.get_context(method)
     written = [_sendable(descriptor) for descriptor in output]

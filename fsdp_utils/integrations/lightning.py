@@ -21,16 +21,11 @@ __all__ = ["CheckpointCallback", "MemoryCallback"]
 
 
 class MemoryCallback(Callback):
-    """Measures the memory of `Trainer.fit()` on all ranks with `Memory_Maximizer`.
+    """Measures the memory of `Trainer.fit()` on all ranks with `Memory_Maximizer(**options)`.
 
-    A step is one of the optimizer, with all micro-batches of `accumulate_grad_batches`. The Trainer's loggers
-    get the report's numbers, such as `memory_max_reserved_gib`.
-
-    Args:
-        **options: as for `Memory_Maximizer`.
-
-    Attributes:
-        report: of the last training, over all ranks; None before its end.
+    A step is one of the optimizer, with all micro-batches of `accumulate_grad_batches`. Its `report` is that
+    of the last training, over all ranks; the Trainer's loggers get the report's numbers, such as
+    `memory_max_reserved_gib`.
 
     Example::
 
@@ -68,12 +63,8 @@ class CheckpointCallback(Callback):
     A checkpoint holds model, optimizers, schedules, gradient scaler, the progress of the loops, the
     callbacks' states, and each rank's random number generators. `fit()` of a new Trainer begins with the
     newest one. Within an epoch it skips the batches that were read: their order must depend on the epoch
-    alone, as that of `fsdp_utils.sampler(dataset)` does.
-
-    Args:
-        directory: as for `save_distributed`.
-        every_n_steps: optimizer steps between two saves; after the validation at the end of an epoch.
-        keep: as for `save_distributed`.
+    alone, as that of `fsdp_utils.sampler(dataset)` does. Saves are `every_n_steps` optimizer steps apart, and
+    after the validation at the end of an epoch; `directory` and `keep` are those of `save_distributed`.
 
     Raises:
         ValueError: `fit(ckpt_path=...)` is to load another checkpoint.

@@ -27,17 +27,12 @@ __all__ = ["CheckpointCallback", "MemoryCallback"]
 
 
 class MemoryCallback(TrainerCallback):
-    """Measures the memory of `Trainer.train()` on all ranks with `Memory_Maximizer`.
+    """Measures the memory of `Trainer.train()` on all ranks with `Memory_Maximizer(**options)`.
 
-    The last line of the log and `trainer.train().metrics` get the report's numbers, such as
-    `memory_max_reserved_gib`; reporters such as TensorBoard's too, if this callback comes first:
+    Its `report` is that of the last training, over all ranks. The last line of the log and
+    `trainer.train().metrics` get the report's numbers, such as `memory_max_reserved_gib`; reporters such as
+    TensorBoard's too, if this callback comes first:
     `trainer.callback_handler.callbacks.insert(0, MemoryCallback())`.
-
-    Args:
-        **options: as for `Memory_Maximizer`.
-
-    Attributes:
-        report: of the last training, over all ranks; None before its end.
 
     Example::
 
@@ -77,11 +72,7 @@ class CheckpointCallback(TrainerCallback):
 
     A checkpoint holds model, optimizer, learning rate schedule, scaler, the Trainer's state, and each rank's
     random number generators, in place of the Trainer's own folders. `save_strategy`, `save_steps` and
-    `save_total_limit` apply.
-
-    Args:
-        trainer: gets this callback.
-        directory: as for `save_distributed`.
+    `save_total_limit` apply. The trainer gets this callback; directory is that of `save_distributed`.
 
     Raises:
         ValueError: the Trainer needs its own folders, for its best model or to upload them, or DeepSpeed.
@@ -117,9 +108,8 @@ class CheckpointCallback(TrainerCallback):
     def newest(self) -> str | None:
         """Prepare to resume from the newest checkpoint. Call it on every rank.
 
-        Returns:
-            What `trainer.train(resume_from_checkpoint=...)` takes, a temporary folder with the Trainer's
-            state: the rest is loaded when the training begins. None where there is no checkpoint.
+        Returns what `trainer.train(resume_from_checkpoint=...)` takes, a temporary folder with the Trainer's
+        state; the rest is loaded when the training begins. None where there is no checkpoint.
 
         Raises:
             CheckpointError: it is damaged, or not from this callback; or a rank did not call this.

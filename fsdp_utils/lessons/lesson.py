@@ -14,11 +14,7 @@ from fsdp_utils.lessons.progress import NOTEBOOKS
 def card(number: int, *, learn: str, needs: str, minutes: tuple[int, int, int], ranks: str = "") -> Markdown:
     """Show what a lesson teaches, needs and takes, and how many of its turns are solved; 0 counts all turns.
 
-    Args:
-        number: Number of the lesson.
-        learn, needs: Sentences without a period.
-        minutes: To run on two cores, to read, and for the turns.
-        ranks: Default: four, of which two or three are enough.
+    The minutes are to run the lesson on two cores, to read it, and for the turns.
     """
     to_run, to_read, turns = minutes
     takes = f"{to_run} to run, {to_read} to read, {turns} for the turns · {progress.begin(number)}"

@@ -31,16 +31,6 @@ class Meter(Recorder):
         held: Tensors that this rank holds already, such as `model.parameters()` of a sharded model.
         device: Count only what is alive on this type of device. Default: all devices together.
 
-    Attributes:
-        all_gathers, reduce_scatters: Number of such collectives.
-        gathered_bytes: Bytes that the all-gathers produced, padding included.
-        whole_bytes: After each operation, bytes of gathered parameters that were alive.
-        gather_bytes: The same with the buffers of all-gathers. FSDP2 copies each parameter out of such a
-            buffer and keeps the buffer until the next unit was gathered.
-        held_bytes: Bytes of what was held already.
-        tensor_bytes: After each operation, bytes of all tensors that were alive. Differs a little from run to
-            run where ranks talk, because gloo's threads free a buffer some time after the collective.
-
     Example::
 
         with Meter(model.parameters()) as meter:
@@ -50,7 +40,10 @@ class Meter(Recorder):
 
     def __init__(self, held: Iterable[Tensor] = (), *, device: torch.device | str | None = None) -> None:
         super().__init__(None if device is None else torch.device(device).type)
-        self.all_gathers = self.reduce_scatters = self.gathered_bytes = 0
+        self.all_gathers = self.reduce_scatters = self.gathered_bytes = 0  # the last with padding
+        # After each operation, bytes that were alive: of gathered parameters; the same with the buffers of
+        # all-gathers, which FSDP2 keeps until the next unit was gathered; of all tensors, which differ a
+        # little from run to run, because gloo's threads free a buffer some time after the collective.
         self.whole_bytes: list[int] = []
         self.gather_bytes: list[int] = []
         self.tensor_bytes: list[int] = []

@@ -58,10 +58,7 @@ def show(fig: Figure, *, alt: str) -> Image:
 
 @in_look
 def life_of_a_unit(world_size: int = 4) -> Image:
-    """Draw what each rank holds of one FSDP unit during a step: an illustration, not a measurement.
-
-    There is one panel for each moment and one row for each rank: above the parameters, below the gradients.
-    """
+    """Draw the parameters and gradients of one FSDP unit on each rank during a step: not a measurement."""
     moments = {
         "at rest": ("mine", "none"),
         "all_gather, forward": ("all", "none"),
@@ -96,15 +93,10 @@ def life_of_a_unit(world_size: int = 4) -> Image:
 
 @in_look
 def life_of_a_run(starts: Sequence[Mapping[str, Any]], *, every: int, unit: str, alt: str) -> Image:
-    """Draw the steps of a run over time, and the processes that ran it.
+    """Draw the steps of a run over time with its checkpoints, one each `every` steps, and its processes.
 
-    Args:
-        starts: For each start of the run: its number of "ranks"; "begun" and "ended", when its processes
-            began and ended; "points", a list of (time, steps done) from the first step on; "killed", the
-            rank that was killed, or None.
-        every: Steps between two checkpoints.
-        unit: Label of the time axis.
-        alt: What the figure shows, for readers who do not see it.
+    Each start of the run has its number of "ranks"; "begun" and "ended", when its processes began and ended;
+    "points", a list of (time, steps done) from the first step on; "killed", the rank that was, or None.
     """
     fig = Figure(figsize=(9.0, 4.2))
     steps, lanes = fig.subplots(2, 1, sharex=True, height_ratios=[3, 1.3])
@@ -138,11 +130,7 @@ def life_of_a_run(starts: Sequence[Mapping[str, Any]], *, every: int, unit: str,
 
 @in_look
 def shards(layouts: Mapping[str, Mapping[str, Sequence[int]]]) -> Image:
-    """Draw the part of each parameter that each rank holds, in a panel for each way to shard.
-
-    Args:
-        layouts: By the name of a way to shard, then of a parameter: its elements on rank 0, 1, ...
-    """
+    """Draw the elements of each parameter that rank 0, 1, ... hold, in a panel for each way to shard."""
     first = next(iter(layouts.values()))
     names, world_size = list(first), len(next(iter(first.values())))
     fig, panels = figure(len(layouts), width=2.6 * len(layouts) + 1.2, height=0.26 * len(names) + 1.1)
@@ -162,11 +150,8 @@ def shards(layouts: Mapping[str, Mapping[str, Sequence[int]]]) -> Image:
 def amounts(panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, unit: str, alt: str = "") -> Image:
     """Draw several amounts of the same ways to train, each in a panel with its scale.
 
-    Args:
-        panels: By the title of a panel, then the name of a way, then of a part: its amount. The parts of a
-            way are laid end to end, and their sum is written after them.
-        unit: Unit of the amounts, such as "KiB".
-        alt: What the figure shows, for readers who do not see it. Default: the titles.
+    A panel has an amount by the name of a way, then of a part. The parts of a way are laid end to end, with
+    their sum after them.
     """
     names = list(next(iter(panels.values())))
     fig, axes_of = figure(len(panels), width=9.0, height=0.34 * len(names) + 1.1)
@@ -185,12 +170,9 @@ def amounts(panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, unit: st
 
 @in_look
 def alive(curves: Mapping[str, Sequence[int]], *, whole_model: int) -> Image:
-    """Draw the share of the model that is gathered at each moment of a training step.
+    """Draw the share of the model that is gathered at each moment of a training step, by way to shard.
 
-    Args:
-        curves: By the name of a way to shard: bytes of gathered parameters that were alive after each
-            operation of the step.
-        whole_model: Bytes of all parameters, drawn as a dashed line.
+    A curve has the bytes of gathered parameters that were alive after each operation of the step.
     """
     fig, panels = figure(len(curves), width=2.0 * len(curves) + 0.6, height=2.5)
     for index, (axes, (title, curve)) in enumerate(zip(panels, curves.items(), strict=True)):
@@ -212,14 +194,10 @@ def alive(curves: Mapping[str, Sequence[int]], *, whole_model: int) -> Image:
 def layers(
     ways: Mapping[str, Mapping[str, str]], *, above: Sequence[str], below: Sequence[str], alt: str
 ) -> Image:
-    """Draw several programs side by side, between what they are all given and what they all call.
-
-    Args:
-        ways: By the name of a program, then of a layer: what the program has there. All have the same layers.
-        above, below: Bands over the whole width, from top to bottom.
-        alt: What the figure shows, for readers who do not see it.
-    """
-    names, tints = list(next(iter(ways.values()))), [_tint(_color(column)) for column in range(len(ways))]
+    """Draw what several programs have in each layer, side by side, between bands that all of them share."""
+    names = list(next(iter(ways.values())))
+    # light shades, on which dark letters can be read
+    tints = [tuple(0.28 * c + 0.72 for c in to_rgb(_color(column))) for column in range(len(ways))]
     rows = {
         **{text: [text] for text in above},
         "": list(ways),
@@ -239,11 +217,6 @@ def layers(
 
 def _color(index: int) -> str:
     return RANK_COLORS[index % len(RANK_COLORS)]
-
-
-def _tint(color: str) -> tuple[float, ...]:
-    """Return a light shade of the color, on which dark letters can be read."""
-    return tuple(0.28 * part + 0.72 for part in to_rgb(color))
 
 
 def _bar(

@@ -26,13 +26,7 @@ class Probe:
     After its second step the probe counts what this rank holds; it records the third step; in the fourth it
     counts the full parameters that are there at once.
 
-    Args:
-        model: The one that is trained. It may be sharded later, in place.
-
-    Attributes:
-        optimizer: The one that was found.
-        held: Bytes of this rank's parameters, gradients, and what the optimizer keeps of each element.
-        trace: The collectives of the third step, if FSDP2 shards the model.
+    The model may be sharded later, in place.
 
     Example::
 
@@ -42,9 +36,10 @@ class Probe:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.step, self.held = model, 0, [0, 0, 0]
-        self.optimizer: Optimizer | None = None
-        self.trace: CollectiveTrace | None = None
+        self.model, self.step = model, 0
+        self.held = [0, 0, 0]  # bytes of parameters, gradients, and what the optimizer keeps of each element
+        self.optimizer: Optimizer | None = None  # the one that was found
+        self.trace: CollectiveTrace | None = None  # of the third step, if FSDP2 shards the model
         self._meter = Meter()
         self._now = ExitStack()
 

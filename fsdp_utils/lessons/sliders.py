@@ -63,16 +63,13 @@ def explore(
     """Show results under sliders: one for each axis, and columns side by side over one of the axes.
 
     Args:
-        title: Over the figure. It should say whether the results are measured, simulated or calculated.
+        title: Says whether the results are measured, simulated or calculated.
         axes: The sliders.
         stack: The columns.
         at: Called with each combination of values. Returns the result, or why there is none.
         scalars: By name, the units of more numbers of each result, which are written below the figure.
         over: Name of the axis whose values stand side by side; by default, the first.
         digits: Significant digits that are stored of each number. Fewer make the page smaller.
-
-    Raises:
-        ValueError: The grid is too large, or a result does not have the announced numbers.
 
     Example::
 

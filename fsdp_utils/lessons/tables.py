@@ -5,27 +5,19 @@ from html import escape
 
 
 class Table:
-    """Rows under a head.
-
-    Args:
-        head: The names of the columns, with their units.
-        rows: One sequence of values for each row, as long as the head. Integers are written with separators
-            of thousands; other numbers as they are, so round them first.
-        note: A sentence below the table.
-    """
+    """Rows under a head, with a note below. Integers get separators of thousands; round others before."""
 
     def __init__(
         self, head: Sequence[str], rows: Sequence[Sequence[str | int | float]], *, note: str = ""
     ) -> None:
         for row in rows:
             if len(row) != len(head):
-                raise ValueError(
-                    f"Table: expected {len(head)} values in each row, as in the head, found {len(row)}."
-                )
+                found = f"{len(head)} values in each row, as in the head, found {len(row)}"
+                raise ValueError(f"Table: expected {found}.")
         self.head, self.note = list(head), note
         self.rows = [[f"{value:,}" if type(value) is int else str(value) for value in row] for row in rows]
-        columns = zip(*rows, strict=True) if rows else [[""] for _ in head]
-        self._numeric = [all(isinstance(value, int | float) for value in column) for column in columns]
+        columns = zip(head, *rows, strict=True)
+        self._numeric = [all(isinstance(one, int | float) for one in values) for _, *values in columns]
 
     def __repr__(self) -> str:
         lines = [self.head, *self.rows]

@@ -34,56 +34,32 @@ TOKENS: Any = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": EN
 
 @dataclass(frozen=True)
 class Task:
-    """A model and the data it learns from.
+    """A model and the data it learns from."""
 
-    Attributes:
-        build: Makes the model, with the same weights on every rank.
-        train, test: What the model's forward takes, by name, one sample per row.
-        predicts_next: Whether the logits at a position are about the label after it (decoders).
-    """
-
-    build: Callable[[], PreTrainedModel]
-    train: dict[str, Tensor]
+    build: Callable[[], PreTrainedModel]  # with the same weights on every rank
+    train: dict[str, Tensor]  # what the model's forward takes, by name, one sample per row
     test: dict[str, Tensor]
-    predicts_next: bool = False
+    predicts_next: bool = False  # whether the logits at a position are about the label after it (decoders)
 
-    def batch(
-        self,
-        step: int,
-        *,
-        size: int = BATCH,
-        rank: int = 0,
-        world_size: int = 1,
-        device: torch.device | str = "cpu",
-    ) -> dict[str, Tensor]:
-        """Return this rank's `size / world_size` samples of a step; together the ranks have the whole batch.
-
-        Args:
-            step: Counts from 0. Each epoch goes through the training samples in a new order.
-            size: Samples in the whole batch.
-        """
-        if size % world_size:  # the mean of the ranks' losses would not be the batch's
-            raise ValueError(
-                f"a batch of {size} samples has no equal shares for {world_size} ranks: use a multiple."
-            )
+    def batch(self, step: int, *, size: int = BATCH) -> dict[str, Tensor]:
+        """Return the samples of a step, from 0 on. Each epoch goes through all samples in a new order."""
         count = len(next(iter(self.train.values())))
         epoch, index = divmod(step, count // size)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(SEED + epoch))
-        rows = order[index * size : (index + 1) * size].chunk(world_size)[rank]
-        return {name: tensor[rows].to(device) for name, tensor in self.train.items()}
+        rows = order[index * size : (index + 1) * size]
+        return {name: tensor[rows] for name, tensor in self.train.items()}
 
 
 def dates_llama() -> Task:
-    """Dates for a decoder: "7 march 1998>" is continued with "1998-03-07".
+    """Make a task of dates for a decoder: "7 march 1998>" is continued with "1998-03-07".
 
-    Returns:
-        The task, with input_ids i64[n, length] and labels i64[n, length] that leave the question out.
+    Its labels, i64[n, length] as the input_ids, leave the question out.
     """
 
     def encode(pairs: list[tuple[str, str]]) -> dict[str, Tensor]:
         # spaces in front make all questions equally long, so that the answers stand in the same columns
-        questions = _characters([f"{source:>{LONGEST_SPELLING}}>" for source, _ in pairs], end=False)
-        answers = _characters([answer for _, answer in pairs])
+        questions = _characters([f"{source:>{LONGEST_SPELLING}}>" for source, _ in pairs])
+        answers = torch.nn.functional.pad(_characters([answer for _, answer in pairs]), (0, 1), value=END)
         labels = torch.cat([torch.full_like(questions, IGNORED), answers], dim=1)
         return {"input_ids": torch.cat([questions, answers], dim=1), "labels": labels}
 
@@ -124,9 +100,6 @@ def _spelled(dates: Iterable[datetime.date]) -> Iterable[tuple[str, str]]:
         yield f"{date.day}-{month[:3]}-{date.year}", date.isoformat()
 
 
-def _characters(texts: list[str], *, end: bool = True) -> Tensor:
-    """One token per character, padded to the longest text: i64[n, longest + 1 for the end]."""
-    rows = [[ID_OF[character] for character in text] + [END] * end for text in texts]
-    return torch.nn.utils.rnn.pad_sequence(
-        [torch.tensor(row) for row in rows], batch_first=True, padding_value=PAD
-    )
+def _characters(texts: list[str]) -> Tensor:
+    """Return one token per character, of texts that are equally long: i64[n, length]."""
+    return torch.tensor([[ID_OF[character] for character in text] for text in texts])

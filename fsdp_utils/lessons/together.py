@@ -21,14 +21,9 @@ def run_together(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
     """Call a function on all ranks, and begin only those collectives that every rank calls.
 
     Before each collective of all ranks, and at the end, the ranks exchange what they are about to do. So no
-    rank waits for a call that the others do not make, and the process group stays usable.
-
-    Returns:
-        What the function has returned, and "". Or None and a sentence, the same on all ranks: they called
-        different collectives, some of them raised an error, or some of them returned None.
-
-    Raises:
-        Exception: What the function raised on this rank. The other ranks return the sentence.
+    rank waits for a call that the others do not make, and the process group stays usable. Returns what the
+    function returned, and ""; or None and a sentence, the same on all ranks: they called different
+    collectives, some of them raised an error (on its own rank it is raised), or some returned None.
     """
     parted = ""
 

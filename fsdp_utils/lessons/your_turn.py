@@ -36,17 +36,11 @@ class NotYet(Exception):
 
 @dataclass(frozen=True)
 class Goal:
-    """The target of one measured value.
+    """The target of one measured value."""
 
-    Attributes:
-        wanted: The target as it is shown.
-        meets: Whether a value meets it.
-        advice: What a value that misses says about the code, as a sentence or from the value.
-    """
-
-    wanted: str
+    wanted: str  # as it is shown
     meets: Callable[[Any], bool]
-    advice: str | Callable[[Any], str]
+    advice: str | Callable[[Any], str]  # what a value that misses says about the code
 
     def row(self, name: str, found: Any) -> "Row":
         """Hold a value against the target; None is a value that was not measured."""
@@ -72,14 +66,7 @@ class Row(NamedTuple):
 
 
 def exactly(value: Any, otherwise: str = "", *, less: str = "", more: str = "") -> Goal:
-    """Ask for the value itself, where 8 and 8.0 are the same.
-
-    Args:
-        value: The target.
-        otherwise: Advice for any other value.
-        less: Advice for a smaller one.
-        more: Advice for a larger one.
-    """
+    """Ask for the value itself, where 8 and 8.0 are the same; with advice for less, for more, or for both."""
 
     def advice(found: Any) -> str:
         return (less if found < value else more if found > value else "") or otherwise
@@ -126,11 +113,7 @@ def turn(
     The names of its parameters are the names that the reader defines. It returns the measured values by the
     names of the goals, with None for what could not be measured, and perhaps a `Picture` as "picture"; or it
     raises `NotYet` with a sentence. Where it is defined under `%%ranks`, the answer runs on all ranks.
-
-    Args:
-        number: Number of the turn in its lesson.
-        goals: The targets, by name, in the order in which they are shown.
-        returns: Whether None, returned by a function of the reader's, is a mistake.
+    `returns` says that None, returned by a function of the reader's, is a mistake.
     """
 
     def register(score: Callable[..., Mapping[str, Any]]) -> Callable[..., Mapping[str, Any]]:
@@ -193,11 +176,7 @@ def not_ready(number: int, namespace: Mapping[str, Any]) -> Measured | None:
 
 
 def measure(number: int, namespace: Mapping[str, Any]) -> Measured:
-    """Score an answer and hold the values against the targets.
-
-    Raises:
-        Exception: What the answer raised.
-    """
+    """Score an answer and hold the values against the targets; raises what the answer raised."""
     turn = _turns[number]
     parts = [_returning(namespace[name]) if turn.returns else namespace[name] for name in turn.names]
     try:
@@ -364,11 +343,7 @@ def answers(source: str) -> list[Answer]:
 
 
 def _try_answers(number: int) -> None:
-    """Hold the verdict on each known answer against its kind.
-
-    Raises:
-        AssertionError: A right one is refused, a wrong one accepted, or its sentence lacks its words.
-    """
+    """Hold the verdict on each known answer, and its sentence, against the kind of the answer."""
     from IPython.utils.capture import capture_output
 
     for answer in answers(progress.source()):

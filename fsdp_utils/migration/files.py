@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp_utils._safe_yaml import YamlError, load_yaml
+from fsdp_utils._extras import need
 from fsdp_utils.migration.translation import TranslationError, shown
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # OmegaConf's ${section.key}; ${oc.env:NAME} stays as it is
+MOST_ALIASES = 20
 MOST_STEPS = 20  # from a reference to a reference
 
 
@@ -55,23 +56,41 @@ def _at(section: Any, path: list[str]) -> Any:
 def _content(path: Path) -> Any:
     if path.suffix not in (".json", ".yaml", ".yml"):
         raise TranslationError(f"{path}: expected a file .json, .yaml or .yml, found {path.suffix!r}")
-    if path.exists() and not path.is_file():  # to open a pipe would wait for its other end
-        raise TranslationError(f"{path}: expected a file, found a folder or a pipe")
+    kind = "JSON" if path.suffix == ".json" else "YAML"
     try:
-        if path.suffix == ".json":
-            return json.loads(path.read_bytes(), object_pairs_hook=_without_duplicates)
-        return load_yaml(path.read_text(encoding="utf-8"), where=path.name)
-    except (ValueError, RecursionError) as error:
-        kind = path.suffix.removeprefix(".").upper()
-        where = "" if isinstance(error, YamlError) else f"{path.name}: expected {kind}, found what is none: "
-        raise TranslationError(where + " ".join(str(error).split())) from None
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text, object_pairs_hook=_without_duplicates) if kind == "JSON" else _yaml(text)
+    except (OSError, ModuleNotFoundError):
+        raise
+    except Exception as error:  # PyYAML's constructors raise ValueError, AttributeError, KeyError ...
+        told = " ".join(str(error).split())
+        raise TranslationError(f"{path.name}: expected {kind}, found what is none: {told:.600}") from None
+
+
+def _yaml(text: str) -> Any:
+    yaml = need("yaml", "notebooks")
+
+    class Loader(yaml.SafeLoader):
+        aliases = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.aliases += self.check_event(yaml.AliasEvent)
+            if self.aliases > MOST_ALIASES:  # a few characters of aliases of aliases can stand for gigabytes
+                raise ValueError(f"more than {MOST_ALIASES} aliases (*name) stand in it")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            _without_duplicates([(key.value, None) for key, _ in node.value if isinstance(key.value, str)])
+            return super().construct_mapping(node, deep)
+
+    return yaml.load(text, Loader)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a key that stands twice: JSON's parser would keep the last."""
+    """Refuse a key that stands twice: the parsers of JSON and YAML would keep the last."""
     section: dict[str, Any] = {}
     for name, value in pairs:
-        if name in section:
+        if name in section and name != "<<":
             raise ValueError(f"the key {shown(name)} stands twice in one section")
         section[name] = value
     return section

@@ -122,27 +122,25 @@ class Cell:
         """Say in one line what the ranks do, if some wait for others or nobody prints for long."""
         if time.monotonic() - self.began < STATUS_S:
             return ""
-        positions = {rank: self.calls[rank].position for rank in self._busy()}
+        positions = {rank: self.calls[rank].position or UNKNOWN for rank in self._busy()}
+        where: dict[str, list[int]] = {}
         waiting: dict[str, list[int]] = {}
-        others: dict[str, list[int]] = {}
-        for rank in self.chosen:
-            place = positions.get(rank) or UNKNOWN
-            if rank not in positions:
-                others.setdefault("has|have finished the cell", []).append(rank)
-            elif place["collective"] and place["seconds"] > WAITING_S:
-                what = f"waits|wait in {place['collective']} (line {place['line']})"
+        for rank in range(self.cluster.world_size):
+            place = positions.get(rank, UNKNOWN)
+            if place["collective"] and place["seconds"] > WAITING_S:
+                what = f"waiting in {place['collective']} (line {place['line']})"
                 waiting.setdefault(what, []).append(rank)
-            elif place["where"]:
-                others.setdefault(f"stands|stand at line {place['line']}", []).append(rank)
-        absent = [rank for rank in range(self.cluster.world_size) if rank not in self.chosen]
-        if absent:
-            others["does|do not run this cell"] = absent
-        if waiting and len(waiting) + len(others) > 1:
-            return "; ".join(_clause(ranks, what) for what, ranks in [*others.items(), *waiting.items()])
+            elif rank not in positions:
+                where.setdefault("finished" if rank in self.chosen else "not in this cell", []).append(rank)
+            elif place["line"]:
+                where.setdefault(f"at line {place['line']}", []).append(rank)
+        if waiting and len(waiting) + len(where) > 1:
+            all_of_them = [*where.items(), *waiting.items()]
+            return "; ".join(f"{output.name_ranks(ranks, 0)}: {what}" for what, ranks in all_of_them)
         if any(live.shown or live.drawn for live in self.live.values()):
             return ""
-        where = {place["where"] for place in positions.values() if place and place["where"]}
-        at = f" at {where.pop()}" if len(where) == 1 else ""
+        lines = {place["where"] for place in positions.values() if place["where"]}
+        at = f" at {lines.pop()}" if len(lines) == 1 else ""
         return f"running on {output.name_ranks(self._busy(), self.cluster.world_size)}{at}"[:STATUS_LENGTH]
 
     def _texts(self, stream: str) -> dict[int, str]:
@@ -263,12 +261,6 @@ def _outcome(call: Call) -> Failure | None:
         return call.result()
     except CallError as error:
         return failure(error.name, error.message)
-
-
-def _clause(ranks: list[int], what: str) -> str:
-    """ "rank 2 waits in ..." or "ranks 0, 1 wait in ..." of "waits|wait in ..."."""
-    verbs, _, rest = what.partition(" ")
-    return f"{output.name_ranks(ranks, 0)} {verbs.split('|')[len(ranks) > 1]} {rest}"
 
 
 def _alike(one: Failure, other: Failure) -> bool:

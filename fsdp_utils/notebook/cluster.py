@@ -113,7 +113,7 @@ class Cluster:
                     importlib.import_module(name)
             self._start(0)
             (gpus,) = [0] if device == "cpu" else self.ask([0], "count_gpus")
-            self.world_size, self.device, self.unused_gpus = choose(world_size, device, gpus)
+            self.world_size, self.device = choose(world_size, device, gpus)
             for rank in range(1, self.world_size):
                 self._start(rank)
             # Counting may have initialised CUDA on rank 0, which would then still find a GPU.
@@ -139,11 +139,8 @@ class Cluster:
     ) -> list[Any]:
         """Call a function of engine.py on some ranks and wait for their answers, in that order.
 
-        Raises:
-            CallError: the function raised on a rank; of several, the first rank's.
-            KeyboardInterrupt: one of `interrupts` has come.
-            RuntimeError: a rank has ended.
-            TimeoutError: some have not answered in time.
+        Raises the first rank's CallError, a KeyboardInterrupt if one of `interrupts` has come, a RuntimeError
+        if a rank has ended, or a TimeoutError.
         """
         calls = {rank: self.call(rank, function, *args) for rank in some}
         end = time.monotonic() + limit_s
@@ -241,9 +238,8 @@ class Cluster:
             self._processes[rank].close()
 
 
-def choose(world_size: int | None, device: str | None, gpus: int) -> tuple[int, str, int]:
-    """Choose the number of ranks and their device; returns also how many GPUs that leaves unused."""
-    asked = world_size
+def choose(world_size: int | None, device: str | None, gpus: int) -> tuple[int, str]:
+    """Choose the number of ranks and their device."""
     if device is None:
         device = "cuda" if gpus >= 2 and (world_size or gpus) <= gpus else "cpu"
     if world_size is None:
@@ -254,7 +250,7 @@ def choose(world_size: int | None, device: str | None, gpus: int) -> tuple[int, 
             f"ranks.start({world_size}, device='cuda'): nccl wants one GPU for each rank, and torch finds "
             f"{gpus} here. Start at most as many, or leave device out to run on the CPU."
         )
-    return world_size, device, gpus - world_size if device == "cuda" and asked is None else 0
+    return world_size, device
 
 
 def _imported_here() -> list[str]:

@@ -9,8 +9,8 @@ import stat
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,12 +36,7 @@ def open_store() -> int:
 def join_group(rank: int, world_size: int, device: str, port: int, timeout_s: float) -> int:
     """Join the process group of all ranks, in place of the one before; returns this process's id.
 
-    Args:
-        rank: this process's rank.
-        world_size: number of ranks.
-        device: "cpu" or "cuda".
-        port: the port of the group's store, which rank 0 has opened.
-        timeout_s: the longest that a collective may wait.
+    The group's store is at the port that rank 0 has opened. A collective may wait for timeout_s at most.
     """
     global _listener
     on_gpu = device == "cuda"
@@ -60,20 +55,8 @@ def join_group(rank: int, world_size: int, device: str, port: int, timeout_s: fl
     descriptor = _listener.detach() if _listener is not None else None
     _listener = None
     timeout = timedelta(seconds=timeout_s)
-    open_it = partial(
-        TCPStore,
-        ADDRESS,
-        port,
-        world_size,
-        rank == 0,
-        timeout,
-        wait_for_workers=False,
-        master_listen_fd=descriptor,
-    )
-    try:
-        store = open_it()
-    except NotImplementedError:  # torch 2.7's libuv takes no port that is open already
-        store = open_it(use_libuv=False)
+    options: Any = {"wait_for_workers": False, "master_listen_fd": descriptor}
+    store = TCPStore(ADDRESS, port, world_size, rank == 0, timeout, **options)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     if on_gpu:

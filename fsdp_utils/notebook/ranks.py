@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdp_utils.notebook.cell import Cell, RankError, ipython, ranks_died, regroup, someone_watches
-from fsdp_utils.notebook.cluster import LESSON_BATCH, TIMEOUT_S, CallError, Cluster, Interrupts
+from fsdp_utils.notebook.cluster import TIMEOUT_S, CallError, Cluster, Interrupts
 
 ANSWER_LIMIT_S = 2.0  # for what only adds to an error message
 LONGEST_TIMEOUT_S = 1e6  # eleven days; torch's clocks overflow long after
@@ -79,12 +79,6 @@ def start(
     backend = "nccl, one GPU each" if _cluster.device == "cuda" else "gloo on CPU"
     count = f"{_cluster.world_size} rank{'s' * (_cluster.world_size > 1)}"
     print(f"{count} in one process group ({backend})")
-    if _cluster.unused_gpus:
-        gpus = _cluster.world_size + _cluster.unused_gpus
-        print(
-            f"{gpus} GPUs are here. The lessons' batches of {LESSON_BATCH} samples have no equal shares for "
-            f"{gpus} ranks; ranks.start({gpus}) starts them all the same."
-        )
 
 
 def stop() -> None:

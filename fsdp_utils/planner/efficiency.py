@@ -14,17 +14,6 @@ from fsdp_utils.planner.gpus import GPU, GPUS
 class Efficiency:
     """Shares of a rate from 0 to 1, and seconds.
 
-    Args:
-        matmul: share of `GPU.reached_tflops` that matrix products keep up over a whole step.
-        attention: share of `GPU.half_tflops` that attention in one fused kernel reaches, both passes.
-        memory: share of the memory's rate that kernels reach which move more than they compute.
-        fused: share of these kernels' bytes that torch.compile leaves, where blocks are compiled.
-        launch_s: seconds in which Python and PyTorch start one kernel.
-        link: share of NVLink's or PCIe's rate that a collective within a host reaches.
-        network: the same for the network between hosts.
-        by_shape: the bytes of a matrix product take time beside its operations, so that small ones reach
-            less.
-
     Example::
 
         slow_links = Efficiency(matmul=0.7, attention=0.3, link=0.4, network=0.4)
@@ -32,18 +21,20 @@ class Efficiency:
         print(found.verdict)  # fits
     """
 
-    matmul: float
-    attention: float
-    # BabelStream copies at 0.87 to 0.92 of the published rate on A100, H100 (github.com/UoB-HPC/BabelStream)
+    matmul: float  #: of `GPU.reached_tflops` that matrix products keep up over a whole step
+    attention: float  #: of `GPU.half_tflops` that attention in one fused kernel reaches, both passes
+    #: of the memory's rate that kernels reach which move more than they compute. BabelStream copies at 0.87
+    #: to 0.92 of the published rate on A100, H100 (github.com/UoB-HPC/BabelStream)
     memory: float = 0.85
-    fused: float = 0.35  # fitted
-    # 5 to 10 us an operator in eager mode, more under hooks:
-    # pytorch.org/blog/accelerating-pytorch-with-cuda-graphs
+    fused: float = 0.35  #: of these kernels' bytes that torch.compile leaves in compiled blocks; fitted
+    #: seconds in which one kernel is started: 5 to 10 us an operator in eager mode, more under hooks:
+    #: pytorch.org/blog/accelerating-pytorch-with-cuda-graphs
     launch_s: float = 8e-6
-    # nccl-tests on 8 GPUs: 230 to 240 of 300 GB/s (A100), 360 to 370 of 450 (H100); the network alike
+    #: of NVLink's or PCIe's rate that a collective within a host reaches. nccl-tests on 8 GPUs: 230 to 240 of
+    #: 300 GB/s (A100), 360 to 370 of 450 (H100); the network alike
     link: float = 0.8
     network: float = 0.8
-    by_shape: bool = True
+    by_shape: bool = True  #: a product's bytes take time beside its operations: small ones reach less
 
 
 BOUND = Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, False)  # a roofline

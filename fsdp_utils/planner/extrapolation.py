@@ -43,12 +43,7 @@ class _Place(NamedTuple):
 def extend(recording: Recording, stacks: Mapping[str, int]) -> Recording:
     """Return the recording of the whole model, with its blocks of memory numbered anew.
 
-    Args:
-        recording: with `RECORDED` blocks of each stack.
-        stacks: names of the lists of blocks, and how many blocks each has in the whole model.
-
-    Raises:
-        Irregular: the parts of the second and the third block differ.
+    The given one has `RECORDED` blocks of each stack; `stacks` has how many the whole model has, by name.
     """
     runs = _runs(recording, stacks)
     _use_places(runs)

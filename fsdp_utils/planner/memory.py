@@ -9,17 +9,11 @@ from fsdp_utils.planner.work_items import AT_REST, Alloc, Begin, Free, Label, Re
 
 @dataclass(frozen=True)
 class Moment:
-    """The most memory that is allocated in one part of a step.
+    """The most memory that is allocated in one part of a step."""
 
-    Args:
-        step: 1 or 2.
-        label: of the part: its phase and its FSDP unit.
-        gib: by category, at that moment; 0 is left out.
-    """
-
-    step: int
-    label: Label
-    gib: dict[str, float]
+    step: int  # 1 or 2
+    label: Label  # the part's phase and FSDP unit
+    gib: dict[str, float]  # by category, at that moment; 0 is left out
 
     @property
     def total_gib(self) -> float:

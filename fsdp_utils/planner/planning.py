@@ -25,7 +25,6 @@ from fsdp_utils.planner.work_items import Recording, Work
 
 MAX_WORLD = 4096
 OVERHEAD_GIB = 2.0  # for the CUDA context and NCCL's buffers: a cautious choice, not measured
-STRATEGIES = ("full", "grad_op", "hybrid")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)
 
@@ -55,11 +54,11 @@ def plan(
 ) -> Plan:
     """Predict the memory and the step time of a training, by simulating one rank on the CPU.
 
-    Two training steps of rank 0 run on fake tensors, which take no memory, in a `fake` process group of that
-    many ranks, through PyTorch's own FSDP. Of each list of equal blocks four run, and are written out for all
-    of them, which is checked. The memory goes through the simulation of the CUDA allocator; computation and
-    messages go through a replay, by what published runs reach of the GPU's rates (`planner.efficiency`). Not
-    simulated: tensor, pipeline, context and expert parallelism, fp8, quantized weights.
+    Two training steps of rank 0 run on fake tensors, which take no memory, in a `fake` process group, through
+    PyTorch's own FSDP. Of each list of equal blocks four run, and are written out for all of them. The memory
+    goes through the simulation of the CUDA allocator; computation and messages go through a replay, by what
+    published runs reach of the GPU's rates (`planner.efficiency`). Not simulated: tensor, pipeline, context
+    and expert parallelism, fp8, quantized weights.
 
     Args:
         model: an nn.Module with transformer blocks (it is not changed; on "meta" it needs no memory), a
@@ -184,16 +183,11 @@ def _check(setting: Setting) -> None:
         is_whole = hasattr(value, "__index__") and not isinstance(value, bool)
         if not (is_whole and value >= 1) and (name, value) != ("seq_len", None):
             raise ValueError(f"plan: expected {name} to be a whole number from 1 on, found {value!r}")
-    world, hosted, way = setting.world_size, setting.ranks_per_host, setting.checkpointing
-    strategy, batch_size, parts = setting.strategy, setting.batch_size, setting.micro_batches
+    world, hosted, strategy = setting.world_size, setting.ranks_per_host, setting.strategy
+    batch_size, parts = setting.batch_size, setting.micro_batches
     share = world * parts
-    is_every = isinstance(way, int) and way >= 1
     wrong = {
         f"expected a world_size from 1 to {MAX_WORLD}, found {world}": world > MAX_WORLD,
-        f"expected strategy out of {', '.join(STRATEGIES)}, found {strategy!r}": strategy not in STRATEGIES,
-        f'expected checkpointing to be None, "full", "selective" or every n-th block, found {way!r}': (
-            way not in (None, "full", "selective") and not is_every
-        ),
         f"expected a batch_size that {world} ranks in {parts} micro-batches can share, such as "
         f"{-(-batch_size // share) * share}, found {batch_size}": batch_size % share,
         f"expected world_size in multiples of {hosted}, the ranks_per_host, found {world}": (

@@ -48,38 +48,24 @@ def _size(gib: float, digits: int = 1) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """The prediction of a simulated rank. All memory is that rank's, in GiB.
+    """The prediction of a simulated rank. All memory is that rank's, in GiB."""
 
-    Args:
-        model, parameters: the name of its class, and their number.
-        setting, gpu: how the job is to be run, as `plan` was told, and what on.
-        computes_in: the dtype of matrix products.
-        peak_reserved_gib: as `torch.cuda.max_memory_reserved()`.
-        moments: the peak of each part of two steps, with its own breakdown.
-        at_rest: parameters, gradients and optimizer state at their most, wherever they lie.
-        available_gib: what CUDA offers (`GPU.usable_gib`) less 2 GiB for the CUDA context and NCCL's buffers.
-        timing: of the second step, by the rates that such runs reach (`fsdp_utils.planner.efficiency`).
-        step_s_bound: the same step by the GPU's rates alone, a roofline. An eager step takes longer; a
-            compiled one, whose kernels are fused, may take less.
-        notes: what to know about this plan.
-        unlike: in what it differs from the published runs that tell the error of plans.
-        uncounted: operators that seem to multiply matrices and have no formula. Where there are any, `step_s`
-            and what follows from it are NaN.
-    """
-
-    model: str
-    parameters: int
-    setting: Setting
+    model: str  #: the name of its class
+    parameters: int  #: their number
+    setting: Setting  #: how the job is to be run, as `plan` was told
     gpu: GPU
-    computes_in: str
-    peak_reserved_gib: float
-    moments: list[Moment] = field(repr=False)
-    at_rest: dict[str, float]
-    available_gib: float
-    timing: Timing = field(repr=False)
+    computes_in: str  #: the dtype of matrix products
+    peak_reserved_gib: float  #: as `torch.cuda.max_memory_reserved()`
+    moments: list[Moment] = field(repr=False)  #: the peak of each part of two steps, with its own breakdown
+    at_rest: dict[str, float]  #: parameters, gradients and optimizer state at their most, wherever they lie
+    available_gib: float  #: `GPU.usable_gib` less 2 GiB for the CUDA context and NCCL's buffers
+    timing: Timing = field(repr=False)  #: of the second step, by the rates that published runs reach
+    #: the same step by the GPU's rates alone, a roofline. An eager step takes longer; a compiled one, whose
+    #: kernels are fused, may take less
     step_s_bound: float
-    notes: list[str]
-    unlike: list[str]
+    notes: list[str]  #: what to know about this plan
+    unlike: list[str]  #: in what it differs from the published runs that tell the error of plans
+    #: operators that seem to multiply matrices and have no formula: if any, `step_s` and its like are NaN
     uncounted: list[str]
 
     @property

@@ -25,28 +25,16 @@ HOP_S = {"NVLink": 3.4e-6, "PCIe": 5.7e-6, "network": 9.6e-6}
 
 @dataclass(frozen=True)
 class Timing:
-    """One step of one rank.
-
-    Args:
-        step_s: all of it.
-        compute_s: in which something is computed.
-        exposed_s: in which something is sent and nothing computed.
-        products_s: of `compute_s`, in the operations of matrix products in 16 bits, without fused attention.
-        fusible_s: of `compute_s`, in kernels that torch.compile could fuse.
-        model_flop: operations of forward and backward as MFU counts them: none twice, attention without its
-            mask.
-        kernels: that Python starts.
-        replay: when what happens, in two micro-batches at most.
-    """
+    """One step of one rank, in seconds."""
 
     step_s: float
-    compute_s: float
-    exposed_s: float
-    products_s: float
-    fusible_s: float
-    model_flop: int
-    kernels: int
-    replay: Replay
+    compute_s: float  # in which something is computed
+    exposed_s: float  # in which something is sent and nothing computed
+    products_s: float  # of compute_s, in matrix products in 16 bits, without fused attention
+    fusible_s: float  # of compute_s, in kernels that torch.compile could fuse
+    model_flop: int  # of forward and backward as MFU counts them: none twice, attention without its mask
+    kernels: int  # that Python starts
+    replay: Replay  # when what happens, in two micro-batches at most
 
 
 def time_of(

@@ -33,22 +33,15 @@ _ORDER: list[Compute] = ["none", "emulated", "native"]
 class Bf16Support:
     """The result of `bf16_support`; the same on every rank, and true only if all ranks can.
 
-    Args:
-        ready: train in bf16. The hardware computes in it, and nothing speaks against the network.
-        compute: "native": the hardware computes in it. "emulated": tensors in bf16 work, but the hardware
-            does not compute in it, or nothing tells that it does. "none": they do not work. The least of
-            all ranks.
-        network: whether an all-reduce in bf16 over all ranks gave the right sum; None where no process
-            group could try it.
-        reasons: what was found, in words, with what to do where it speaks against bf16.
-        device: what was looked at, e.g. "NVIDIA H200"; the names of all ranks' devices, each once.
+    compute is the least of all ranks: "native": the hardware computes in bf16. "emulated": tensors in bf16
+    work, but the hardware does not compute in it, or nothing tells that it does. "none": they do not work.
     """
 
-    ready: bool
+    ready: bool  #: the hardware computes in bf16, and nothing speaks against the network
     compute: Compute
-    network: bool | None
-    reasons: tuple[str, ...]
-    device: str
+    network: bool | None  #: whether an all-reduce over all ranks gave the right sum; None: not tried
+    reasons: tuple[str, ...]  #: what was found, in words, with what to do where it speaks against bf16
+    device: str  #: such as "NVIDIA H200"; the names of all ranks' devices, each once
 
     def __bool__(self) -> bool:
         return self.ready

@@ -15,10 +15,16 @@ from torch.optim import Optimizer
 
 from fsdp_utils.distributed.agreement import agree, has_peers
 from fsdp_utils.sharding.blocks import SMALL, by_shared_parameters, outermost, transformer_block_classes
-from fsdp_utils.sharding.copies import buffer_copies, differing, in_words, parameter_copies
+from fsdp_utils.sharding.copies import (
+    broadcasts_buffers,
+    buffer_copies,
+    differing,
+    in_words,
+    parameter_copies,
+)
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.sharding.units import ROOT, Unit, find_units, parameter_sizes, within
-from fsdp_utils.sharding.wrapping import UNEVEN, dimension, padding
+from fsdp_utils.sharding.wrapping import UNEVEN, padding
 from fsdp_utils.torch_internals.fsdp import fsdp1_replicas, fsdp1_syncs, fsdp2_syncs, fsdp2_whole
 
 _HALF = 0.5  # a unit that gathers a larger share of the parameters undoes most of what sharding saves
@@ -34,8 +40,6 @@ Kind = TypeVar("Kind", bound=nn.Module)
 
 @dataclass
 class _Wrapped:
-    """The subject of the checks."""
-
     model: nn.Module
     optimizer: Optimizer | None
     units: list[Unit]
@@ -141,25 +145,20 @@ def _ties(wrapped: _Wrapped) -> Iterator[str]:
 def _rows(wrapped: _Wrapped) -> Iterator[str]:
     """Find parameters, such as experts, that are cut between fewer rows than the ranks can share evenly."""
     added: dict[str, float] = {}  # bytes of padding on each rank
-    share, elsewhere = 0.0, False
+    share = 0.0
     for name, p in wrapped.model.named_parameters():
         if isinstance(p, DTensor) and p.dim() and p.placements[-1].is_shard() and p.numel():
             ranks = p.device_mesh.size(p.device_mesh.ndim - 1)
             share += p.nbytes / ranks
             if p.placements[-1].is_shard(0) and padding(p.shape, ranks) > UNEVEN * p.numel():
                 added[plain_name(name)] = padding(p.shape, ranks) * p.itemsize / ranks
-                elsewhere = elsewhere or dimension(p.shape, ranks) > 0
     if sum(added.values()) > max(_FEW_BYTES, UNEVEN * share):
-        cure = (
-            "Call shard(model), or give fully_shard a shard_placement_fn that returns a Shard(dim) that they "
-            "divide."
-            if elsewhere
-            else 'They divide no other dimension: shard over fewer ranks (strategy "hybrid").'
-        )
         yield (
             f"{len(added)} parameters, such as {max(added, key=added.__getitem__)}, are cut between rows "
             "that the ranks cannot share evenly: with padding, each rank holds "
-            f"{sum(added.values()) / share:.0%} more than its share of the model. {cure}"
+            f"{sum(added.values()) / share:.0%} more than its share of the model. Call shard(model), which "
+            "cuts them along another dimension that the ranks divide; where there is none, shard over fewer "
+            'ranks (strategy "hybrid").'
         )
 
 
@@ -212,30 +211,12 @@ def _gradient_sync(wrapped: _Wrapped) -> Iterator[str]:
         )
 
 
-def _alone(wrapped: _Wrapped) -> Iterator[str]:
-    """Find FSDP1's replicas that are not averaged. Source: https://github.com/volcengine/verl/issues/7493."""
-    alone = [
-        name
-        for name, unit in wrapped.modules(FSDP1).items()
-        if (replicas := fsdp1_replicas(unit)) and replicas.size() > 1
-        if dist.get_world_size(unit.process_group) == 1
-    ]
-    if alone:
-        yield (
-            f"HYBRID_SHARD over groups of one rank in {len(alone)} FSDP1 units (such as {alone[0]}): FSDP1 "
-            "averages its gradients with no other rank. Put at least two ranks into a shard group, or use "
-            "DistributedDataParallel or fully_shard."
-        )
-
-
 def _copies(wrapped: _Wrapped) -> Iterator[str]:
     """Compare buffers, and parameters that several ranks hold, where all ranks share the model."""
     if not has_peers() or not _is_of_all_ranks(wrapped):
         return
     parameters = {name: copy for name, copy in parameter_copies(wrapped.model).items() if copy.replicated}
-    # DDP gives all ranks the first one's buffers at the next forward.
-    by_ddp = any(module.broadcast_buffers for module in wrapped.modules(DDP).values())
-    buffers = {} if by_ddp else buffer_copies(wrapped.model)
+    buffers = {} if broadcasts_buffers(wrapped.model) else buffer_copies(wrapped.model)
     if not (parameters or buffers):
         return
     waits = {"wait_s": _WAIT_S, "collective_s": _HASH_S}
@@ -250,7 +231,8 @@ def _copies(wrapped: _Wrapped) -> Iterator[str]:
         yield (
             f"Replicas of a parameter differ between ranks: {in_words(some)}. Build the model with one seed "
             "on all ranks; if they were the same once, look for ignored parameters, whose gradients FSDP "
-            "does not average, a step that only some ranks take, and gradient sync that is off."
+            "does not average, a step that only some ranks take, gradient sync that is off, and FSDP1's "
+            "HYBRID_SHARD over groups of one rank, which it does not average."
         )
     if some := {name: said for name, said in differ.items() if name in buffers}:
         yield (
@@ -269,4 +251,4 @@ def _is_of_all_ranks(wrapped: _Wrapped) -> bool:
     return max(sizes, default=0) == dist.get_world_size()
 
 
-_CHECKS = (_units, _ties, _rows, _optimizer, _master_weights, _gradient_sync, _alone, _copies)
+_CHECKS = (_units, _ties, _rows, _optimizer, _master_weights, _gradient_sync, _copies)

@@ -3,9 +3,9 @@
 Where they differ, gradients are averaged over different models, and a checkpoint drops some ranks' values.
 """
 
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from fsdp_utils.distributed.agreement import Ranks, fingerprint, has_peers, rank_names
+from fsdp_utils.distributed.agreement import Ranks, agree, fingerprint, has_peers, rank_names
 from fsdp_utils.sharding.local_part import is_readable, local, view
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle, fsdp1_replicas, registered_flat
@@ -50,6 +51,11 @@ def buffer_copies(model: nn.Module) -> dict[str, Copy]:
     return copies_of((plain_name(name), buffer) for name, buffer in model.named_buffers())
 
 
+def broadcasts_buffers(model: nn.Module) -> bool:
+    """Whether DDP gives all ranks the first one's buffers at the next forward."""
+    return any(isinstance(one, DDP) and one.broadcast_buffers for one in model.modules())
+
+
 def copies_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Copy]:
     """Collect the tensors of which another rank may hold this rank's part, by name."""
     copies = ((name, _copy(tensor)) for name, tensor in tensors if is_readable(local(tensor)))
@@ -79,32 +85,28 @@ def differing(copies: Mapping[str, Copy], ranks: Ranks) -> dict[str, str]:
     Digests of single tensors travel only where that of all of them together differs. Not torch.hash_tensor:
     its xor of the elements stays when two of them are swapped, or both change their sign.
     """
-    mine: dict[str, dict[str, str]] = {}  # digests by place and name
+    mine: dict[str, dict[str, str]] = defaultdict(dict)  # digests by place and name
 
     def hashes() -> dict[str, str]:
         for name, copy in sorted(copies.items()):
-            mine.setdefault(copy.place, {})[name] = digest(copy.tensor)
+            mine[copy.place][name] = digest(copy.tensor)
         return {place: fingerprint([f"{k} {v}" for k, v in of.items()]) for place, of in mine.items()}
 
     together = ranks.all(hashes)
-    places = sorted(set().union(*together))
-    odd = [place for place in places if len({one[place] for one in together if place in one}) > 1]
-    each = ranks.all(lambda: {place: mine[place] for place in odd if place in mine}) if odd else []
-    holders: dict[tuple[str, str], dict[str, list[int]]] = defaultdict(dict)  # ranks by digest
+    first = dict(ChainMap(*together))
+    odd = {place for one in together for place, found in one.items() if found != first[place]}
+    each = ranks.all(lambda: {place: mine[place] for place in odd & mine.keys()}) if odd else []
+    expected: dict[tuple[str, str], tuple[str, int]] = {}  # by place and name, the first rank's digest
+    differ: dict[str, tuple[set[int], set[int]]] = defaultdict(lambda: (set(), set()))
     for rank, of_rank in enumerate(each):
-        for place, digests in of_rank.items():
-            for name, found in digests.items():
-                holders[name, place].setdefault(found, []).append(rank)
-    expected: dict[str, set[int]] = defaultdict(set)
-    others: dict[str, set[int]] = defaultdict(set)
-    for (name, _), by_digest in holders.items():
-        first, *odd_ranks = by_digest.values()
-        if odd_ranks:
-            expected[name].add(first[0])
-            others[name].update(*odd_ranks)
+        for place, name, found in ((place, *one) for place, of in of_rank.items() for one in of.items()):
+            value, holder = expected.setdefault((place, name), (found, rank))
+            if found != value:
+                differ[name][0].add(rank)
+                differ[name][1].add(holder)
     return {
-        name: f"{name!r} on {rank_names(sorted(who))} differs from {rank_names(sorted(expected[name]))}"
-        for name, who in sorted(others.items())
+        name: f"{name!r} on {rank_names(sorted(others))} differs from {rank_names(sorted(holders))}"
+        for name, (others, holders) in sorted(differ.items())
     }
 
 
@@ -120,17 +122,12 @@ def make_replicas_equal(model: nn.Module, mesh: DeviceMesh) -> None:
     if mesh.ndim == 1 or not has_peers():
         return
     group = mesh.get_group(0)
-    named = sorted({**parameter_copies(model), **buffer_copies(model)}.items())
-    mine = fingerprint([f"{name} {copy.tensor.dtype} {list(copy.tensor.shape)}" for name, copy in named])
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, mine, group=group)
-    if len(set(found)) > 1:
-        raise RuntimeError(
-            "shard: expected the same parameters and buffers in all replicas, found other names, dtypes or "
-            f"shapes, or values in some only, among ranks {dist.get_process_group_ranks(group)}. Build the "
-            "model alike on all ranks, or on meta on all."
-        )
-    for _, copy in named:
+    named = {**parameter_copies(model), **buffer_copies(model)}
+    alike = {name: f"{copy.tensor.dtype} {list(copy.tensor.shape)}" for name, copy in named.items()}
+    ranks = agree("shard", dict, error=RuntimeError, topic="sharding")
+    with ranks.guard():
+        ranks.same("", alike, cure=". Build the model alike on all ranks, or on meta on all.")
+    for _, copy in sorted(named.items()):
         part = local(copy.tensor.detach())
         part = part[tuple(slice(None if stride else 1) for stride in part.stride())]  # expand() repeats
         sent = part.resolve_conj().resolve_neg().contiguous()

@@ -1,5 +1,7 @@
 """Names of modules and parameters, without those of the wrappers around them."""
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from fsdp_utils.torch_internals.names import WRAPPED
@@ -9,6 +11,11 @@ def plain_name(*names: str) -> str:
     """Join names by dots, and leave out what wrappers add to them."""
     parts = ".".join(names).split(".")
     return ".".join(part for part in parts if part and part not in WRAPPED)
+
+
+def some_names(names: Sequence[str]) -> str:
+    """List the first three of many names."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

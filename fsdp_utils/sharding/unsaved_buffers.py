@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_utils.sharding.local_part import is_readable
-from fsdp_utils.sharding.names import plain_name
+from fsdp_utils.sharding.names import plain_name, some_names
 from fsdp_utils.torch_internals.runtime import unsaved_buffers
 
 _SAMPLES = 16
@@ -51,10 +51,9 @@ def warning_of(model: nn.Module, saved: Any) -> str:
     """Say which buffers may never have been computed; "" if all are as they were when the model was saved."""
     if not (names := changed(model, saved)):
         return ""
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return (
-        f"{shown}: expected the values that the saved model had, found others. Checkpoints do not hold these "
-        "buffers, and to_empty() leaves them uninitialised: build the model on meta and call "
+        f"{some_names(names)}: expected the values that the saved model had, found others. Checkpoints do "
+        "not hold these buffers, and to_empty() leaves them uninitialised: build the model on meta and call "
         "load_pretrained(folder, model), which computes them, or build it on a device. If the module changes "
         "them as it runs, there is nothing to do."
     )
@@ -62,14 +61,12 @@ def warning_of(model: nn.Module, saved: Any) -> str:
 
 def _differ(found: list[Any], saved: list[Any]) -> bool:
     """Where one of the models holds it in fp16 or bf16, masks are -inf there and 1e-8 is 0: no difference."""
-    (shape, now), (saved_shape, before) = found, saved
-    a, b = (
-        torch.tensor([float(value) for value in values], dtype=torch.float64, device="cpu")
-        for values in (now, before)
-    )
-    if shape != saved_shape or a.shape != b.shape:
+    if found[0] != saved[0] or len(found[1]) != len(saved[1]):
         return False
-    same = torch.isclose(a, b, rtol=_RELATIVE, atol=0, equal_nan=True)
+    now, before = torch.tensor(
+        [list(map(float, one[1])) for one in (found, saved)], dtype=torch.float64, device="cpu"
+    )
+    same = torch.isclose(now, before, rtol=_RELATIVE, atol=0, equal_nan=True)
     for dtype in (torch.float16, torch.bfloat16):
-        same |= a.to(dtype) == b.to(dtype)
+        same |= now.to(dtype) == before.to(dtype)
     return not same.all()

@@ -39,11 +39,10 @@ def shard(
     """Call fully_shard on each transformer block, then on the model.
 
     Call it on all ranks, and build the optimizer after it. Blocks that share a parameter become one unit; a
-    block that shares one with the rest of the model (tied weights) stays in the root's unit. Scalar
-    parameters, which FSDP2 cannot shard, stay on each rank in full; their gradients are averaged in backward.
-
-    Embedding, last norm and head stay in the root's unit, which is held in full for the whole step. Where
-    they are large and your loss calls the head, give fully_shard the embedding, then [norm, head], before.
+    block that shares one with the rest of the model (tied weights) stays in the root's unit, which is held in
+    full for the whole step. Where embedding and head are large and your loss calls the head, give fully_shard
+    the embedding, then [norm, head], before. Scalar parameters, which FSDP2 cannot shard, stay on each rank
+    in full; their gradients are averaged in backward.
 
     A parameter is cut between rows if that gives each rank its share to within 5% of padding, else (8 experts
     on 32 ranks) along the first dimension that the ranks divide, which costs a copy at each all-gather. If
@@ -88,10 +87,11 @@ def shard(
     scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
     ranks = mesh.size(mesh.ndim - 1)
     policy = mp_policy or MixedPrecisionPolicy()
-    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload_policy or OffloadPolicy()}
-    options["shard_placement_fn"] = lambda p: (
-        None if isinstance(p, DTensor) else Shard(dimension(p.shape, ranks))
-    )
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "offload_policy": offload_policy or OffloadPolicy(),
+        "shard_placement_fn": lambda p: None if isinstance(p, DTensor) else Shard(dimension(p.shape, ranks)),
+    }
     if scalars:
         options["ignored_params"] = set(map(model.get_parameter, scalars))
     of_blocks = {**options, "mp_policy": replace(policy, output_dtype=None)}
@@ -164,12 +164,6 @@ def _refuse_wrapped(model: nn.Module, blocks: list[nn.Module]) -> None:
             )
     if isinstance(model, nn.ModuleList | nn.ModuleDict) and type(model).forward is nn.Module.forward:
         raise ValueError(f"shard: expected a model with a forward, found a {type(model).__name__}")
-    odd = [plain_name(name) for name, parameter in model.named_parameters() if not parameter.is_contiguous()]
-    if odd:
-        raise ValueError(
-            f"shard: FSDP2 takes contiguous parameters only, found {len(odd)} others, such as {odd[0]}. "
-            "Assign nn.Parameter(p.detach().contiguous())."
-        )
 
 
 def _units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:

@@ -1,9 +1,6 @@
 """Lock a run's directory, save its checkpoints in the background, and resume the newest whole one."""
 
 import contextlib
-import fcntl
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +16,7 @@ from fsdp_utils.checkpoint import (
     load_distributed,
     save_distributed,
 )
+from fsdp_utils.checkpoint.files import Lock
 from fsdp_utils.distributed.identity import get_rank
 from fsdp_utils.train.config import ConfigError
 from fsdp_utils.train.metrics import RunLog
@@ -28,28 +26,17 @@ T = TypeVar("T")
 _LOCK_WAIT_S = 5.0  # for the ranks of the start before to have ended, on another host perhaps
 
 
-def lock_directory(out: Path) -> contextlib.AbstractContextManager[Any]:
+def lock_directory(out: Path) -> contextlib.ExitStack:
     """Make a run's directory, which rank 0 locks for this run until the context ends."""
-    if get_rank() != 0:
-        return contextlib.nullcontext()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        file = (out / ".lock").open("w")
-    except OSError as error:
-        raise ConfigError(f"out: expected a directory to write to, found {out}: {error}") from error
-    limit = time.monotonic() + _LOCK_WAIT_S
-    while True:
+    stack = contextlib.ExitStack()
+    if get_rank() == 0:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no fork keeps it when this process dies
-            return file
-        except (BlockingIOError, PermissionError):  # noqa: PERF203
-            if time.monotonic() > limit:
-                found = f"in which no other run is going on, found one in {out}. End that run."
-                raise ConfigError(f"out: expected a directory {found}") from None
-            time.sleep(0.05)
-        except OSError as error:
-            print(f"{file.name}: {error}; a second run would not be noticed", file=sys.stderr)
-            return file
+            out.mkdir(parents=True, exist_ok=True)
+            stack.callback(Lock(out / ".lock", wait_s=_LOCK_WAIT_S).release)
+        except (OSError, CheckpointError) as error:
+            found = f"found {out}: {error}"
+            raise ConfigError(f"out: expected a directory to write to for this run alone, {found}") from error
+    return stack
 
 
 def resume(directory: Path, model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
