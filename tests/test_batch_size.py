@@ -263,7 +263,9 @@ def test_what_goes_wrong_on_one_rank_ends_the_search_on_all_with_what_was_found(
             raise torch.OutOfMemoryError("fragmented")
         device.train(batch_size)
 
-    with pytest.raises(ValueError, match="expected the same limit on all ranks, found rank 0: 8; rank 1: 9"):
+    with pytest.raises(
+        RuntimeError, match="expected the same limit on all ranks, found rank 0: 8; rank 1: 9"
+    ):
         find_batch_size(device.train, limit=8 + rank, device=device)
     kind, words = (
         (ValueError, "^bad sample$") if rank else (RuntimeError, "step failed on rank 1. Found so far:")

@@ -250,13 +250,18 @@ def test_what_a_ring_of_four_sends(kind: str, given: int, got: int, sent: float)
 # ---- every call ------------------------------------------------------------------------------------------
 
 
+def call_as_compiled_code_does(small: torch.Tensor, large: torch.Tensor) -> None:
+    functional, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    functional.wait_tensor(functional.all_gather_into_tensor_out(small, 2, group, out=large))
+    functional.wait_tensor(functional.reduce_scatter_tensor_out(large, "sum", 2, group, out=small))
+
+
 @on_ranks()
 def test_every_call_is_seen_once_whoever_issues_it() -> None:
     """torch.distributed in Python, DTensor and compiled graphs in C++."""
     model = fsdp2(Model())
     small, large = torch.ones(3), torch.ones(6)
-    functional, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
-    wait, is_first = functional.wait_tensor, dist.get_rank() == 0
+    is_first = dist.get_rank() == 0
     calls = {
         "Python": [
             lambda: dist.all_gather([small, small.clone()], small),
@@ -279,10 +284,7 @@ def test_every_call_is_seen_once_whoever_issues_it() -> None:
             lambda: DTensor.from_local(large, mesh(2), [Partial()]).redistribute(placements=[Shard(0)]),
             lambda: DTensor.from_local(large, mesh(2), [Partial()]).full_tensor(),
         ],
-        "compiled": [
-            lambda: wait(functional.all_gather_into_tensor_out(small, 2, group, out=large)),
-            lambda: wait(functional.reduce_scatter_tensor_out(large, "sum", 2, group, out=small)),
-        ],
+        "compiled": [lambda: call_as_compiled_code_does(small, large)],
     }
     with record_collectives(model) as trace, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # names that this torch calls old

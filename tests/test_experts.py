@@ -124,7 +124,7 @@ class Layer(nn.Module):
 def test_messages_of_experts_on_a_mesh_of_their_own(tmp_path: Path) -> None:
     experts, ranks = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2,))
     both = Layer(distribute_tensor(torch.ones(2, 8, 8), experts, [Shard(0)]))
-    plain = Layer(torch.full((1, 8, 8), dist.get_rank()))
+    plain = Layer(torch.full((1, 8, 8), float(dist.get_rank())))
     for layer in (both, plain):
         fully_shard(layer, mesh=ranks, ignored_params={layer.experts[0]})
     for parameter in both.parameters():

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_utils import check_in_step, record_collectives, run_on_ranks
 from fsdp_utils.collectives import OutOfStep
+from tests.on_ranks import on_ranks
 
 WAIT_S = 2.0  # the longest that a collective of ranks that part waits
 WAIT = timedelta(seconds=WAIT_S)
@@ -362,21 +363,15 @@ def test_right_programs_hear_nothing(ranks: int, tmp_path: Path, monkeypatch: py
         assert [(each.error, each.report, each.printed) for each in found] == [("", "", "")] * 3
 
 
-def with_a_recording() -> tuple[str, int, int]:
+@on_ranks()
+def test_a_recording_inside_sees_all_that_it_sees_without() -> None:
     model = sharded()
-    before = torch.ones(1)
     with check_in_step() as check, record_collectives(model) as trace:
         train_step(model)
     with record_collectives(model) as again:
         train_step(model)
-    dist.all_reduce(before)
-    return check.report, len(trace.events), len(again.events)
-
-
-def test_a_recording_inside_sees_all_that_it_sees_without(two_ranks):
-    for report, events, again in two_ranks(with_a_recording):
-        assert report == ""
-        assert events == again > 6
+    assert check.report == ""
+    assert len(trace.events) == len(again.events) > 6
 
 
 def test_without_a_process_group_it_does_nothing():
