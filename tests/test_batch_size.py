@@ -204,7 +204,7 @@ def test_fsdp2_trains_on_exactly_after_one_rank_ran_out_of_memory():
         return whole(model)
 
     undisturbed = weights((1,) * 5 + (2,) * 5 + (4,) * 5 + (5,) * 5)  # 5 steps per trial
-    for disturbed in (("forward", 0, 0), ("forward", 2, 1), ("backward", 0, 1), ("backward", 2, 0)):
+    for disturbed in (("forward", 2, 1), ("backward", 0, 0)):
         with case(disturbed):
             assert all(map(torch.equal, weights((), *disturbed), undisturbed))
 

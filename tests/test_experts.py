@@ -122,7 +122,8 @@ class Layer(nn.Module):
 
 @on_ranks()
 def test_messages_of_experts_on_a_mesh_of_their_own(tmp_path: Path) -> None:
-    experts, ranks = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2,))
+    experts = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "ep"))["ep"]
+    ranks = init_device_mesh("cpu", (2,))
     both = Layer(distribute_tensor(torch.ones(2, 8, 8), experts, [Shard(0)]))
     plain = Layer(torch.full((1, 8, 8), float(dist.get_rank())))
     for layer in (both, plain):
