@@ -1,4 +1,4 @@
-"""Configs of four frameworks: what comes of each, held against golden files and against the frameworks.
+"""Configs of four frameworks: what comes of each, held against golden files, and built.
 
 Each line of data/public_configs.jsonl is a public file: where it is, its keys and values as far as they
 matter, and what it asks for. data/translations.json holds what `translate` says of these (by number) and of
@@ -7,7 +7,6 @@ number.
 """
 
 import json
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,55 +111,6 @@ def test_the_code_builds_what_is_asked_for(public: dict[str, Any], monkeypatch: 
         assert weight.device_mesh.size() == copies * size * tp
         if blocks:  # a shard of what a rank of the layer holds
             assert weight.to_local().numel() == weight.numel() // (size * tp)
-
-
-# --- held against the frameworks
-
-OF_ACCELERATE = [public for public in TRANSLATED if public["config"].get("distributed_type") == "FSDP"]
-
-
-@pytest.mark.parametrize("public", OF_ACCELERATE, ids=lambda public: public["path"])
-def test_accelerates_own_launcher_sets_the_same(
-    public: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from accelerate import FullyShardedDataParallelPlugin
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.parallelism_config import ParallelismConfig
-    from accelerate.utils.launch import prepare_multi_gpu_env
-
-    file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(public["config"]))
-    command = launch_command_parser().parse_args(
-        ["--config_file", str(file), "--num_processes", "2", "train.py"]
-    )
-    arguments, _, _ = _validate_launch_command(command)
-    environment = prepare_multi_gpu_env(arguments)
-    off = {"FSDP_SYNC_MODULE_STATES": "false", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}  # ask for a GPU
-    for name, value in (environment | off).items():
-        if name.startswith(("FSDP", "PARALLELISM", "ACCELERATE")):
-            monkeypatch.setenv(name, value)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plugin, sizes = FullyShardedDataParallelPlugin(), ParallelismConfig()
-    asked = public["expected"]
-    strategy = plugin.sharding_strategy.name if plugin.fsdp_version == 1 else plugin.reshard_after_forward
-    assert strategy in ((True, "FULL_SHARD") if asked["reshard_after_forward"] else (False, "SHARD_GRAD_OP"))
-    assert plugin.state_dict_type.name == f"{asked['state_dict'].upper()}_STATE_DICT"
-    assert (plugin.auto_wrap_policy is None) == (asked.get("blocks") == [])
-    assert (plugin.transformer_cls_names_to_wrap or None) == (asked.get("blocks") or None)
-    assert plugin.activation_checkpointing == asked.get("checkpointing", False)
-    offload = plugin.cpu_offload
-    assert bool(getattr(offload, "offload_params", isinstance(offload, CPUOffloadPolicy))) == asked.get(
-        "offload", False
-    )
-    assert (
-        environment["ACCELERATE_MIXED_PRECISION"]
-        == {"bfloat16": "bf16", None: "no"}[asked.get("param_dtype")]
-    )
-    assert sizes.tp_size == asked.get("tensor_parallel", 1)
-    assert sizes.dp_replicate_size == asked.get("copies", 1)
-    if "shard_size" in asked:
-        assert sizes.dp_shard_size * sizes.cp_size == asked["shard_size"]
 
 
 def test_every_field_of_accelerates_config_is_known() -> None:

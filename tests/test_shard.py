@@ -309,7 +309,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {},
         r"blocks\.1 is wrapped in FSDPBlock already.*other modules than blocks",
     ),
-    "only the root": (lambda: fully_shard(HandWritten()), {}, "the model is wrapped in FSDPHandWritten"),
     "FSDP1": (lambda: fsdp1(HandWritten()), {}, "the model is wrapped in FullyShardedDataParallel already"),
     "no forward": (lambda: nn.ModuleList([HandWritten()]), {}, "expected a model with a forward"),
     "gaps in memory": (
