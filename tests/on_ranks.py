@@ -1,9 +1,12 @@
-"""Tests whose body runs on ranks: each rank asserts."""
+"""Tests whose body runs on ranks, where each rank asserts, and process groups of one real rank."""
 
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_utils import run_on_ranks
 
@@ -30,3 +33,13 @@ def case(name: object) -> Iterator[None]:
         yield
     except AssertionError as error:
         raise AssertionError(f"case {name!r}: {error}") from error
+
+
+@contextmanager
+def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Make this process one rank of a process group whose other ranks do not exist."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_utils import record_collectives
 from fsdp_utils.collectives import CollectiveTrace
-from tests.on_ranks import on_ranks
+from tests.on_ranks import fake_group, on_ranks
 from tests.recorded import LAYERS, Model, fsdp1, fsdp2, record, step
 
 UNITS = LAYERS + 1  # with the root's, of the head
@@ -252,11 +252,8 @@ def test_collectives_without_work() -> None:
 
 @pytest.fixture
 def one_of_two() -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield
-    dist.destroy_process_group()
+    with fake_group(2):
+        yield
 
 
 class FakeEvent:

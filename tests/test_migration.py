@@ -7,14 +7,11 @@ number.
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -22,11 +19,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_utils import translate
 from fsdp_utils.migration import TranslationError
 from tests.blocks import Block
+from tests.on_ranks import fake_group
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = json.loads((DATA / "translations.json").read_text())
@@ -55,15 +52,6 @@ class Model(nn.Module):
         kinds = [type(name, (Block,), {}) for name in names]
         self.blocks = nn.ModuleList(kind(16, 32) for kind in kinds for _ in range(2))
         self.head = nn.Linear(16, 16)
-
-
-@contextmanager
-def fake_group(ranks: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("public", TRANSLATED, ids=[NAMES[PUBLIC.index(public)] for public in TRANSLATED])

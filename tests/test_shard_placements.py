@@ -1,8 +1,7 @@
 """The dimension along which shard cuts each parameter, and activation checkpointing inside the units."""
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_utils import (
@@ -27,7 +25,7 @@ from fsdp_utils import (
     verify_checkpoint,
 )
 from fsdp_utils.collectives import record_collectives
-from tests.on_ranks import case, on_ranks
+from tests.on_ranks import case, fake_group, on_ranks
 from tests.sharded import HandWritten, loss_of, whole
 
 CHECKPOINTING = ["full", "selective", 2]
@@ -61,16 +59,6 @@ class Mixture(nn.Module):
         return (self.head(x),)
 
 
-@contextmanager
-def fake_rank(rank: int, world_size: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        with torch.device("meta"):
-            yield
-    finally:
-        dist.destroy_process_group()
-
-
 def mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -79,7 +67,7 @@ def mixtral() -> nn.Module:
 
 @pytest.mark.parametrize(("rank", "strategy"), [(0, "full"), (8, "full"), (31, "full"), (20, "hybrid")])
 def test_every_rank_holds_its_share_of_a_mixture_of_experts(rank: int, strategy: str) -> None:
-    with fake_rank(rank, 32):
+    with fake_group(32, rank), torch.device("meta"):
         model = mixtral()
         total, shape = sum(p.numel() for p in model.parameters()), (2, 16) if strategy == "hybrid" else (32,)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
@@ -90,7 +78,7 @@ def test_every_rank_holds_its_share_of_a_mixture_of_experts(rank: int, strategy:
 
 
 def test_what_no_dimension_shares_is_padded_and_named_where_it_matters() -> None:
-    with fake_rank(0, 32):
+    with fake_group(32), torch.device("meta"):
         (problem,) = check_sharding(shard(Mixture((8, 1025, 1027))))
         assert problem.startswith("14 parameters, such as blocks.0.up, are cut between rows")
         assert "shard over fewer ranks" in problem
@@ -100,7 +88,7 @@ def test_what_no_dimension_shares_is_padded_and_named_where_it_matters() -> None
 
 
 def test_uneven_rows_of_a_model_sharded_by_hand_are_named_where_they_matter() -> None:
-    with fake_rank(0, 32):
+    with fake_group(32), torch.device("meta"):
         large, small = Mixture((40, 1024, 512)), Mixture((3, 32, 64))
         for model in (large, small):
             for block in model.blocks:
@@ -250,7 +238,7 @@ def test_a_cache_of_keys_and_values_is_left_out() -> None:
 
 @pytest.mark.parametrize("value", ["some", 0, True])
 def test_checkpointing_that_cannot_be_is_refused(value: Any) -> None:
-    with fake_rank(0, 2):
+    with fake_group(2), torch.device("meta"):
         model = HandWritten()
         with pytest.raises(ValueError, match=f"expected checkpointing to be None, .* found {value!r}"):
             shard(model, checkpointing=value)
