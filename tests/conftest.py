@@ -17,6 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Nearly all ranks of the tests import these: their server does it once.
 PRELOAD += ["pytest", "tests.sharded", "tests.checkpoints"]
+# Ranks of these files import transformers, a second or more on each.
+WITH_TRANSFORMERS = {"test_series", "test_shard_placements", "test_transformer_blocks"}
 
 # Files of few tests that take long and mostly wait, for hosts and schedulers.
 WAITING = ("test_train_launched",)
@@ -25,6 +27,8 @@ WAITING = ("test_train_launched",)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what waits, so that other files fill the time (with --no-loadscope-reorder)."""
     items.sort(key=lambda item: item.path.stem not in WAITING)
+    if WITH_TRANSFORMERS & {item.path.stem for item in items}:
+        PRELOAD.append("transformers.models.llama.modeling_llama")
 
 
 def pytest_collection_finish() -> None:

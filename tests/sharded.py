@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_utils import check_sharding, shard, transformer_block_classes
+from fsdp_utils import check_sharding, shard
 
 TwoRanks = Callable[..., list[Any]]
 
@@ -55,9 +54,6 @@ def hand_written_batch() -> dict[str, Any]:
     return {"x": torch.arange(8).reshape(2, 4)}
 
 
-HAND_WRITTEN = Tiny(HandWritten, hand_written_batch, {"Block"}, 3)
-
-
 def fsdp1(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
 
@@ -66,21 +62,22 @@ def loss_of(output: Any) -> torch.Tensor:
     return output.loss if getattr(output, "loss", None) is not None else output[0].square().mean()
 
 
-class Outcome(NamedTuple):
-    loss: float
-    plain_loss: float
-    units: int
-    differing: list[str]  # parameters whose gradient is not that of the unsharded model
-    unsharded: list[str]  # parameters of which this rank holds more than its shard
-    problems: list[str]
-
-
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def compare(make: Callable[[], nn.Module], batch: Callable[[], dict[str, Any]], **options: Any) -> Outcome:
-    """One forward and backward, unsharded and sharded. All ranks see the same batch: averages are equal."""
+def assert_trains_alike(
+    make: Callable[[], nn.Module],
+    batch: Callable[[], dict[str, Any]],
+    units: int,
+    *,
+    problems: int = 0,
+    **options: Any,
+) -> None:
+    """Hold a forward and a backward of the sharded model against the unsharded one's.
+
+    All ranks see the same batch: averages are equal. `problems`: of check_sharding, once it is sharded.
+    """
 
     def run(model: nn.Module) -> float:
         loss = loss_of(model(**batch()))
@@ -89,59 +86,16 @@ def compare(make: Callable[[], nn.Module], batch: Callable[[], dict[str, Any]], 
 
     torch.manual_seed(0)
     model = make().eval()
-    plain_loss = run(model)
+    loss = run(model)
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    problems_before = check_sharding(model)
-    assert len(problems_before) == 1, problems_before
+    assert len(check_sharding(model)) == 1
     shard(model, **options)
-    loss = run(model)
+    assert sum(isinstance(module, FSDPModule) for module in model.modules()) == units
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert run(model) == pytest.approx(loss, rel=1e-5)
     grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     assert grads.keys() == expected.keys()
-    return Outcome(
-        loss,
-        plain_loss,
-        sum(isinstance(module, FSDPModule) for module in model.modules()),
-        [name for name in expected if not torch.allclose(grads[name], expected[name], rtol=1e-4, atol=1e-6)],
-        [name for name, p in model.named_parameters() if not isinstance(p, DTensor)],
-        check_sharding(model),
-    )
-
-
-def assert_same(outcome: Outcome, units: int) -> None:
-    assert outcome.loss == pytest.approx(outcome.plain_loss, rel=1e-5)
-    assert outcome.differing == []
-    assert outcome.unsharded == []
-    assert outcome.problems == []
-    assert outcome.units == units
-
-
-class OutcomeFSDP1(NamedTuple):
-    loss: float
-    plain_loss: float
-    units: list[str]  # the classes of what is wrapped, the root first
-    problems: list[str]
-
-
-def compare_fsdp1(tiny: Tiny) -> list[OutcomeFSDP1]:
-    """One forward, unsharded and under FSDP1 with flat and with original parameters."""
-    outcomes = []
-    for use_orig_params in (False, True):
-        torch.manual_seed(0)
-        model = tiny.make().eval()
-        plain_loss = loss_of(model(**tiny.batch())).item()
-        policy = ModuleWrapPolicy(transformer_block_classes(model))
-        model = fsdp1(model, auto_wrap_policy=policy, use_orig_params=use_orig_params)
-        units = [type(unit.module).__name__ for unit in FullyShardedDataParallel.fsdp_modules(model)]
-        loss = loss_of(model(**tiny.batch())).item()
-        outcomes.append(OutcomeFSDP1(loss, plain_loss, units, check_sharding(model)))
-    return outcomes
-
-
-def assert_same_fsdp1(outcomes: list[OutcomeFSDP1], tiny: Tiny) -> None:
-    assert len(outcomes) == 2
-    for outcome in outcomes:
-        assert outcome.loss == pytest.approx(outcome.plain_loss, rel=1e-5)
-        assert len(outcome.units) == tiny.number + 1
-        assert set(outcome.units[1:]) == tiny.blocks
-        assert outcome.problems == []
+    differing = [n for n in expected if not torch.allclose(grads[n], expected[n], rtol=1e-4, atol=1e-6)]
+    assert differing == []
+    assert len(check_sharding(model)) == problems

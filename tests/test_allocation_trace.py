@@ -9,13 +9,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_utils import run_on_ranks
 from fsdp_utils.allocator import AllocationTrace, record_allocations
 from tests.blocks import Block
+from tests.on_ranks import on_ranks
 
 MIB = 2**20
 
@@ -98,25 +97,14 @@ def test_nothing_is_recorded_after_the_block_even_if_it_raised() -> None:
     assert [event.kind for event in traces[0].events] == ["alloc"]
 
 
-def fsdp_trace(version: int, backend: str, fake_tensors: bool) -> AllocationTrace:
+def fsdp_trace(backend: str, fake_tensors: bool) -> AllocationTrace:
     """Two steps of a model sharded over all ranks, in which each unit's parameters are gathered and freed."""
     mesh = DeviceMesh.from_group(torch.distributed.new_group(backend=backend), "cpu")
     with FakeTensorMode() if fake_tensors else nullcontext():
         model = nn.Sequential(*[Block(256) for _ in range(4)])
-        if version == 2:
-            for block in model:
-                fully_shard(block, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        else:
-            model = FullyShardedDataParallel(
-                model,
-                mesh.get_group(),
-                auto_wrap_policy=ModuleWrapPolicy({Block}),
-                device_id=torch.device("cpu"),
-                use_orig_params=True,
-            )
-            optimizer = torch.optim.AdamW(model.parameters())
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         with record_allocations(model, optimizer) as trace:
             for _ in range(2):
                 trace.begin_step()
@@ -124,37 +112,22 @@ def fsdp_trace(version: int, backend: str, fake_tensors: bool) -> AllocationTrac
     return trace
 
 
-CASES = {
-    "fsdp1 gloo": (1, "gloo", False),
-    "fsdp2 gloo": (2, "gloo", False),
-    "fsdp2 fake group": (2, "fake", False),
-    "fsdp2 fake group, fake tensors": (2, "fake", True),
-}
+@on_ranks()
+def test_fsdp_gathers_in_streams_of_its_own_and_frees_what_it_gathered() -> None:
+    trace, unit = fsdp_trace("gloo", fake_tensors=False), sum(p.nbytes for p in Block(256).parameters())
+    second = trace.events[[i for i, event in enumerate(trace.events) if event.kind == "step"][1] :]
+    gathered = Counter(e.kind for e in second if e.stream == 1 and e.size >= 0.9 * unit)
+    # 4 units in forward and again in backward, where the last may have stayed
+    assert gathered["alloc"] == gathered["free"] >= 7
+    at_rest = AllocationTrace([e for e in trace.events if e.name == "before the recording"]).peak_gib * 2**30
+    assert at_rest == pytest.approx(4 * unit / 2, rel=0.02)
+    # unsharded training would hold weights, moments and at least one unit's gradients
+    assert trace.peak_gib * 2**30 < 3 * 4 * unit
 
 
-@pytest.fixture(scope="module")
-def traces() -> list[dict[str, AllocationTrace]]:
-    """The trace of every case, by rank."""
-    return run_on_ranks(lambda: {name: fsdp_trace(*case) for name, case in CASES.items()}, timeout=100)
-
-
-@pytest.mark.parametrize("case", ["fsdp1 gloo", "fsdp2 gloo"])
-def test_fsdp_gathers_in_streams_of_its_own_and_frees_what_it_gathered(traces, case: str) -> None:
-    unit = sum(p.nbytes for p in Block(256).parameters())
-    for rank in traces:
-        events = rank[case].events
-        second = events[[i for i, event in enumerate(events) if event.kind == "step"][1] :]
-        gathered = Counter(e.kind for e in second if e.stream == 1 and e.size >= 0.9 * unit)
-        # 4 units in forward and again in backward, where the last may have stayed
-        assert gathered["alloc"] == gathered["free"] >= 7
-        at_rest = AllocationTrace([e for e in events if e.name == "before the recording"]).peak_gib * 2**30
-        assert at_rest == pytest.approx(4 * unit / 2, rel=0.02)
-        # unsharded training would hold weights, moments and at least one unit's gradients
-        assert rank[case].peak_gib * 2**30 < 3 * 4 * unit
-
-
-def test_fake_tensors_give_the_same_trace_as_real_ones(traces) -> None:
-    real, fake = traces[0]["fsdp2 fake group"], traces[0]["fsdp2 fake group, fake tensors"]
+@on_ranks()
+def test_fake_tensors_give_the_same_trace_as_real_ones() -> None:
+    real, fake = (fsdp_trace("fake", fake_tensors) for fake_tensors in (False, True))
     assert len(real.events) > 100
     assert real == fake
 

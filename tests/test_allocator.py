@@ -5,17 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
-from fsdp_utils import run_on_ranks
-from fsdp_utils.allocator import AllocationTrace, record_allocations, simulate_allocator
+from fsdp_utils.allocator import AllocationTrace, simulate_allocator
 
 MIB = 2**20
-GIB = 2**30
 
 
 def replay(*actions: tuple[str, float] | str, streams: dict[str, int] | None = None, **options: Any) -> Any:
@@ -181,101 +174,3 @@ def test_the_plot_marks_limit_steps_retries_and_the_end() -> None:
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
     assert labels == ["reserved", "allocated", "limit", "retry (1)", "out of memory"]
     assert "simulated" in ax.get_title()
-
-
-class Layer(nn.Module):
-    """A transformer block with causal attention."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
-        )
-        x = x + self.out(
-            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        )
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
-
-
-def language_model_trace(batch_size: int, lengths: list[int]) -> AllocationTrace:
-    """Training steps of a small language model on batches of different lengths, on fake tensors."""
-    with FakeTensorMode():
-        vocabulary = 32000
-        model = nn.Sequential(
-            nn.Embedding(vocabulary, 512), Layer(512), Layer(512), nn.Linear(512, vocabulary)
-        )
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        with record_allocations(model, optimizer) as trace:
-            for length in lengths:
-                trace.begin_step()
-                tokens = torch.randint(0, vocabulary, (batch_size, length))
-                nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    return trace
-
-
-def test_under_a_limit_a_growing_batch_fits_then_retries_then_runs_out_of_memory() -> None:
-    """Batches of varying length: each longer one needs larger logits than any cached block can hold."""
-    lengths = [640, 896, 768, 1024]
-    sizes = [4, 6, 7, 8, 10, 12]
-    traces = [language_model_trace(size, lengths) for size in sizes]
-    limit_gib = 1.25 * traces[sizes.index(8)].peak_gib
-
-    plain, expandable = (
-        [simulate_allocator(trace, limit_gib=limit_gib, expandable_segments=both) for trace in traces]
-        for both in (False, True)
-    )
-    regimes = [result.regime for result in plain]
-    order = ["fits", "retries", "out of memory"]
-    assert set(regimes) == set(order)
-    assert regimes == sorted(regimes, key=order.index)
-    for result, trace in zip(plain, traces, strict=True):
-        assert result.peak_reserved_gib <= limit_gib
-        unlimited = simulate_allocator(trace)
-        assert (result.regime == "fits") == (unlimited.peak_reserved_gib <= limit_gib)
-        assert unlimited.peak_reserved_gib > 1.4 * unlimited.peak_allocated_gib  # fragmentation
-
-    fits = [result.regime == "fits" for result in expandable]
-    assert sum(fits) > regimes.count("fits") + regimes.count("retries") - 1
-    assert all(result.peak_reserved_gib <= limit_gib for result in expandable)
-
-
-def fsdp_trace(batch_size: int) -> AllocationTrace:
-    """Equal training steps of one rank of 8, its gathered parameters kept between forward and backward."""
-    mesh = DeviceMesh.from_group(torch.distributed.new_group(backend="fake"), "cpu")
-    with FakeTensorMode():
-        model = nn.Sequential(*[Layer(1024) for _ in range(6)])
-        for layer in model:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-        fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        with record_allocations(model, optimizer) as trace:
-            for _ in range(4):
-                trace.begin_step()
-                model(torch.randn(batch_size, 256, 1024)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    return trace
-
-
-def test_fsdp_near_the_limit_retries_in_every_step_because_its_streams_do_not_share() -> None:
-    """The all-gather stream and the computation take the same memory from each other, step after step."""
-    (trace,) = run_on_ranks(fsdp_trace, 16, world_size=1)
-    unlimited = simulate_allocator(trace)
-    room = unlimited.peak_reserved_gib - unlimited.peak_allocated_gib
-    limit_gib = unlimited.peak_allocated_gib + room / 2
-    limited = simulate_allocator(trace, limit_gib=limit_gib)
-    assert limited.regime == "retries"
-    assert all(retries > 0 for retries in limited.retries_by_step[1:])  # the first has no optimizer state yet
-    assert {trace.events[retry].stream for retry in limited.retries} == {0, 1}
-    assert limited.num_device_alloc > 1.3 * unlimited.num_device_alloc
-
-    one_stream = AllocationTrace([replace(event, stream=0) for event in trace.events])
-    assert simulate_allocator(one_stream, limit_gib=limit_gib).regime == "fits"
-    assert simulate_allocator(trace, limit_gib=0.95 * unlimited.peak_allocated_gib).regime == "out of memory"

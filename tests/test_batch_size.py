@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 from fsdp_utils import find_batch_size
 from fsdp_utils.memory import BatchSizeSearch
 from tests.imagined_device import ImaginedDevice
+from tests.on_ranks import case, on_ranks
 
 
 def outcomes(search: BatchSizeSearch) -> dict[int, str]:
@@ -120,15 +122,13 @@ def test_the_table_reads_well():
 # ---- several ranks
 
 
-def test_retries_and_time_of_the_slowest_rank_count_for_all(two_ranks):
-    def search() -> BatchSizeSearch:
-        device = ImaginedDevice(model_gib=5 + dist.get_rank(), sample_s=0.3 + 0.1 * dist.get_rank())
-        return find_batch_size(device.train, device=device)
-
-    first, second = two_ranks(search)
-    assert first == second
-    assert first.best == 15  # rank 1 has 1 GiB less
-    fifteen = next(trial for trial in first.trials if trial.batch_size == 15)
+@on_ranks()
+def test_retries_and_time_of_the_slowest_rank_count_for_all():
+    rank = dist.get_rank()
+    device = ImaginedDevice(model_gib=5 + rank, sample_s=0.3 + 0.1 * rank)
+    search = find_batch_size(device.train, device=device)
+    assert search.best == 15  # rank 1 has 1 GiB less
+    fifteen = next(trial for trial in search.trials if trial.batch_size == 15)
     assert fifteen.samples_per_s == pytest.approx(2 * 15 / (0.5 + 15 * 0.4))
 
 
@@ -160,8 +160,6 @@ class Block(nn.Module):
 
 
 def sharded_model(**options) -> nn.Sequential:
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(3)))
     for block in model:
@@ -188,37 +186,32 @@ def whole(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.full_tensor().detach() for parameter in model.parameters()]
 
 
-def test_fsdp2_trains_on_exactly_after_one_rank_ran_out_of_memory(two_ranks):
-    def weights_undisturbed() -> list[torch.Tensor]:
-        model = sharded_model()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        for batch_size in (1,) * 5 + (2,) * 5 + (4,) * 5 + (5,) * 5 + (3, 3):  # 5 steps per trial, then two
-            train(model, optimizer, batch_size)
-        return whole(model)
-
-    def weights_disturbed(where: str, block: int, rank: int) -> list[torch.Tensor]:
+@on_ranks()
+def test_fsdp2_trains_on_exactly_after_one_rank_ran_out_of_memory():
+    def weights(sizes: tuple[int, ...] = (), where: str = "", block: int = 0, rank: int = 0):
+        """After these steps, or a search in which a rank runs out of memory, and two steps more."""
         model = sharded_model()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         fuse = model[block].fuse
         fuse.rank, fuse.where, fuse.above = rank, where, 5
-        step = partial(train, model, optimizer)
-        search = find_batch_size(step, limit=6, device=EvenDevice())
-        assert outcomes(search) == {1: "ok", 2: "ok", 4: "ok", 6: "OOM", 5: "ok"}
+        for batch_size in sizes:
+            train(model, optimizer, batch_size)
+        if where:
+            search = find_batch_size(partial(train, model, optimizer), limit=6, device=EvenDevice())
+            assert outcomes(search) == {1: "ok", 2: "ok", 4: "ok", 6: "OOM", 5: "ok"}
         for _ in range(2):
             train(model, optimizer, 3)
         return whole(model)
 
-    def differing() -> list[tuple[str, int, int]]:
-        expected = weights_undisturbed()
-        cases = [("forward", 0, 0), ("forward", 2, 1), ("backward", 0, 1), ("backward", 2, 0)]
-        return [case for case in cases if not all(map(torch.equal, weights_disturbed(*case), expected))]
-
-    assert two_ranks(differing) == [[], []]
+    undisturbed = weights((1,) * 5 + (2,) * 5 + (4,) * 5 + (5,) * 5)  # 5 steps per trial
+    for disturbed in (("forward", 2, 1), ("backward", 0, 0)):
+        with case(disturbed):
+            assert all(map(torch.equal, weights((), *disturbed), undisturbed))
 
 
-def test_gradients_of_earlier_microbatches_are_dropped_too(two_ranks):
+@on_ranks()
+def test_gradients_of_earlier_microbatches_are_dropped_too():
     """Under mixed precision FSDP2 keeps them in a place of its own, of the dtype that it reduces in."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     def weights(fails: bool) -> list[torch.Tensor]:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -238,66 +231,48 @@ def test_gradients_of_earlier_microbatches_are_dropped_too(two_ranks):
         if fails:
             search = find_batch_size(step, limit=8, device=EvenDevice())
             assert outcomes(search) == {1: "ok", 2: "OOM"}
-        else:
-            for _ in range(5):
-                step(1)
-        step(1)
+        for _ in range(1 if fails else 6):
+            step(1)
         return whole(model)
 
-    def same() -> bool:
-        return all(map(torch.equal, weights(fails=True), weights(fails=False)))
-
-    assert two_ranks(same) == [True, True]
+    assert all(map(torch.equal, weights(fails=True), weights(fails=False)))
 
 
-def message_of(fn) -> str:
-    with pytest.raises((RuntimeError, ValueError)) as caught:
-        fn()
-    return f"{type(caught.value).__name__}: {caught.value}"
+@on_ranks()
+def test_fsdp1_interrupted_is_not_trained_on():
+    model = FullyShardedDataParallel(nn.Sequential(Block(), Block()), device_id=torch.device("cpu"))
+    model[1].fuse.rank, model[1].fuse.where, model[1].fuse.above = 1, "backward", 3
+    step = partial(train, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match=r"(?s)FSDP1 model cannot be reset.*Best: "):
+        find_batch_size(step, limit=8, device="cpu")
 
 
-def test_fsdp1_interrupted_is_not_trained_on(two_ranks):
-    def search() -> str:
-        from torch.distributed.fsdp import FullyShardedDataParallel
+@on_ranks()
+def test_what_goes_wrong_on_one_rank_ends_the_search_on_all_with_what_was_found():
+    device, seen, rank = ImaginedDevice(), [], dist.get_rank()
 
-        model = FullyShardedDataParallel(nn.Sequential(Block(), Block()), device_id=torch.device("cpu"))
-        model[1].fuse.rank, model[1].fuse.where, model[1].fuse.above = 1, "backward", 3
-        step = partial(train, model, torch.optim.SGD(model.parameters(), lr=0.1))
-        return message_of(lambda: find_batch_size(step, limit=8, device="cpu"))
+    def bad_sample(batch_size: int) -> None:
+        dist.all_reduce(torch.ones(1))
+        if rank == 1 and batch_size == 4:
+            raise ValueError("bad sample")
+        dist.all_reduce(torch.ones(1))
 
-    for message in two_ranks(search):
-        assert "FSDP1 model cannot be reset" in message
-        assert "Best: " in message
+    def fragmented(batch_size: int) -> None:
+        seen.append(batch_size)
+        if rank == 1 and batch_size == 8 and seen.count(8) == 4:  # a timed step
+            raise torch.OutOfMemoryError("fragmented")
+        device.train(batch_size)
 
-
-def test_what_goes_wrong_on_one_rank_ends_the_search_on_all_with_what_was_found(two_ranks):
-    def search() -> list[str]:
-        device, seen, rank = ImaginedDevice(), [], dist.get_rank()
-
-        def bad_sample(batch_size: int) -> None:
-            dist.all_reduce(torch.ones(1))
-            if rank == 1 and batch_size == 4:
-                raise ValueError("bad sample")
-            dist.all_reduce(torch.ones(1))
-
-        def fragmented(batch_size: int) -> None:
-            seen.append(batch_size)
-            if rank == 1 and batch_size == 8 and seen.count(8) == 4:  # a timed step
-                raise torch.OutOfMemoryError("fragmented")
-            device.train(batch_size)
-
-        return [
-            message_of(lambda: find_batch_size(device.train, limit=8 + rank, device=device)),
-            message_of(lambda: find_batch_size(bad_sample, limit=8, device="cpu")),
-            message_of(lambda: find_batch_size(fragmented, device=device)),
-        ]
-
-    first, second = two_ranks(search)
-    assert "expected the same limit on all ranks, found rank 0: 8; rank 1: 9" in first[0]
-    assert second[0] == first[0]
-    assert first[1].startswith("RuntimeError: find_batch_size: the step failed on rank 1. Found so far:")
-    assert "Best: " in first[1]
-    assert second[1] == "ValueError: bad sample"
-    assert "heard nothing from another rank" in first[2]
-    assert "out of memory at batch size 8 in a timed step" in second[2]
-    assert all("Best: 4 per rank" in messages[2] for messages in (first, second))
+    with pytest.raises(
+        RuntimeError, match="expected the same limit on all ranks, found rank 0: 8; rank 1: 9"
+    ):
+        find_batch_size(device.train, limit=8 + rank, device=device)
+    kind, words = (
+        (ValueError, "^bad sample$") if rank else (RuntimeError, "step failed on rank 1. Found so far:")
+    )
+    with pytest.raises(kind, match=words) as failed:
+        find_batch_size(bad_sample, limit=8, device="cpu")
+    assert rank or "Best: " in str(failed.value)
+    words = "out of memory at batch size 8 in a timed step" if rank else "heard nothing from another rank"
+    with pytest.raises(RuntimeError, match=f"(?s){words}.*Best: 4 per rank"):
+        find_batch_size(fragmented, device=device)

@@ -18,10 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_utils import bf16_support
+from fsdp_utils import bf16_support, run_on_ranks
 from fsdp_utils.bf16 import main
-from fsdp_utils.precision import Bf16Support
-from tests.sharded import TwoRanks
+from tests.on_ranks import case, on_ranks
 
 
 @contextmanager
@@ -116,23 +115,20 @@ def test_asking_never_raises_on_this_machine(device: str | None) -> None:
 # ---- the ranks and the network
 
 
-def native_except(rank_without: int | None) -> Bf16Support:
-    with a_cpu(avx512_bf16=dist.get_rank() != rank_without):
-        return bf16_support("cpu")
+@on_ranks()
+def test_all_ranks_and_a_real_all_reduce_are_asked() -> None:
+    with a_cpu(avx512_bf16=True):
+        support = bf16_support("cpu")
+    assert (support.ready, support.compute, support.network) == (True, "native", True)
+    assert "over 2 ranks gave the right sum" in support.reasons[-1]
+    with a_cpu(avx512_bf16=dist.get_rank() == 0):
+        support = bf16_support("cpu")
+    assert (support.ready, support.compute, support.network) == (False, "emulated", True)
+    assert any(reason.startswith("rank 1: ") and "no instructions" in reason for reason in support.reasons)
 
 
-def test_all_ranks_and_a_real_all_reduce_are_asked(two_ranks: TwoRanks) -> None:
-    first, second = two_ranks(native_except, None)
-    assert first == second
-    assert (first.ready, first.compute, first.network) == (True, "native", True)
-    assert "over 2 ranks gave the right sum" in first.reasons[-1]
-    first, second = two_ranks(native_except, 1)
-    assert first == second
-    assert (first.ready, first.compute, first.network) == (False, "emulated", True)
-    assert any(reason.startswith("rank 1: ") and "no instructions" in reason for reason in first.reasons)
-
-
-def an_all_reduce_that(goes_wrong: str) -> tuple[Bf16Support, float]:
+@on_ranks()
+def test_a_network_that_fails_on_one_rank_is_told_on_all() -> None:
     real = dist.all_reduce
 
     def raises(tensor: torch.Tensor, **options: Any) -> Any:
@@ -147,19 +143,13 @@ def an_all_reduce_that(goes_wrong: str) -> tuple[Bf16Support, float]:
             tensor[-1] += 1
         return work
 
-    with patch.object(dist, "all_reduce", {"raises": raises, "sums wrongly": sums_wrongly}[goes_wrong]):
-        support = bf16_support("cpu")
-    after = torch.ones(1)
-    dist.all_reduce(after)  # the training's own group is as it was
-    return support, float(after)
-
-
-def test_a_network_that_fails_on_one_rank_is_told_on_all(two_ranks: TwoRanks) -> None:
-    for goes_wrong, words in (("raises", "Unconvertible NCCL type"), ("sums wrongly", "gave 2 to 3")):
-        (first, after), (second, _) = two_ranks(an_all_reduce_that, goes_wrong)
-        assert first == second
-        assert (first.ready, first.network) == (False, False)
-        assert any("rank 1: " in reason and words in reason for reason in first.reasons)
+    for goes_wrong, words in ((raises, "Unconvertible NCCL type"), (sums_wrongly, "gave 2 to 3")):
+        with case(words), patch.object(dist, "all_reduce", goes_wrong):
+            support = bf16_support("cpu")
+            assert (support.ready, support.network) == (False, False)
+            assert any("rank 1: " in reason and words in reason for reason in support.reasons)
+        after = torch.ones(1)
+        dist.all_reduce(after)  # the training's own group is as it was
         assert after == 2
 
 
@@ -203,13 +193,13 @@ def test_an_all_reduce_that_never_ends_is_told_and_aborted_and_not_waited_for() 
     assert not stuck.waited
 
 
-def asked_on_rank_0_only() -> Bf16Support | None:
+@on_ranks(timeout=30)
+def test_a_rank_that_does_not_ask_is_not_waited_for_forever() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(2)
+        return
     with patch("fsdp_utils.precision.bf16.LIMIT_S", 1.0):
-        return bf16_support("cpu") if dist.get_rank() == 0 else time.sleep(2)
-
-
-def test_a_rank_that_does_not_ask_is_not_waited_for_forever(two_ranks: TwoRanks) -> None:
-    support = two_ranks(asked_on_rank_0_only, timeout=30)[0]
+        support = bf16_support("cpu")
     assert (support.ready, support.network) == (False, False)
     assert "found only rank 0 after 1 s; missing: rank 1. Call it on every rank" in support.reasons[-1]
 
@@ -251,28 +241,23 @@ with patch.object(torch.cuda, "is_available", fail), patch.object(torch.accelera
     import fsdp_utils.bf16
 sys.exit(fsdp_utils.bf16.main(["--device", "cuda"]))
 """
-    command, environment = (
-        [sys.executable, "-W", "error", "-c", code],
-        {**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
+    command, environment = [sys.executable, "-c", code], {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 1, done.stderr
     assert "not ready for bf16" in done.stdout
 
 
-def launched(port: int) -> str:
+def launched(port: int) -> int:
     """As a rank under torchrun would run the command; the group of run_on_ranks is given up for it."""
     rank = dist.get_rank()
     dist.destroy_process_group()
     variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with patch.dict(os.environ, {key: str(value) for key, value in variables.items()}), a_cpu(amx_bf16=True):
-        code = main(["--device", "cpu"])
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return str(code)
+        return main(["--device", "cpu"])
 
 
-def test_under_a_launcher_the_command_checks_the_network_too(two_ranks: TwoRanks) -> None:
+def test_under_a_launcher_the_command_checks_the_network_too() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    assert two_ranks(launched, port) == ["0", "0"]
+    assert run_on_ranks(launched, port) == [0, 0]

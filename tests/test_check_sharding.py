@@ -14,8 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from fsdp_utils import ChildTuningAdamW, check_sharding, run_on_ranks, shard, transformer_block_classes
-from tests.sharded import HandWritten, TwoRanks, fsdp1, hand_written_batch, whole
+from fsdp_utils import ChildTuningAdamW, check_sharding, shard, transformer_block_classes
+from tests.on_ranks import case, on_ranks
+from tests.sharded import HandWritten, fsdp1, hand_written_batch, whole
 
 
 def fsdp1_by_block(model: nn.Module, **options: Any) -> nn.Module:
@@ -128,16 +129,11 @@ UNITS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def said_of_units() -> list[dict[str, list[str]]]:
-    return run_on_ranks(lambda: {name: check_sharding(make()) for name, (make, _) in UNITS.items()})
-
-
-@pytest.mark.parametrize("name", UNITS)
-def test_units(said_of_units: list[dict[str, list[str]]], name: str) -> None:
-    first, second = said_of_units
-    assert first[name] == second[name]
-    assert_said(first[name], UNITS[name][1])
+@on_ranks()
+def test_units() -> None:
+    for name, (make, expected) in UNITS.items():
+        with case(name):
+            assert_said(check_sharding(make()), expected)
 
 
 def assert_said(problems: list[str], expected: list[str]) -> None:
@@ -165,151 +161,130 @@ STRANGERS = "^The optimizer holds {} parameters that are not the sharded model's
 
 
 @pytest.mark.parametrize("wrap", [shard, fsdp1_by_block])
-def test_an_optimizer_from_before_sharding(two_ranks: TwoRanks, wrap: Any) -> None:
-    def fn() -> list[str]:
-        model = HandWritten()
-        optimizer = sgd(model)
-        problems = check_sharding(model := wrap(model), optimizer)
-        assert not changes(model, optimizer)  # what the message says
-        return problems
-
-    for problems in two_ranks(fn):
-        assert_said(problems, [STRANGERS.format(16)])
+@on_ranks()
+def test_an_optimizer_from_before_sharding(wrap: Any) -> None:
+    model = HandWritten()
+    optimizer = sgd(model)
+    assert_said(check_sharding(model := wrap(model), optimizer), [STRANGERS.format(16)])
+    assert not changes(model, optimizer)  # what the message says
 
 
-def test_an_optimizer_of_gathered_parameters(two_ranks: TwoRanks) -> None:
+@on_ranks()
+def test_an_optimizer_of_gathered_parameters() -> None:
     """After an evaluation the root stays gathered, and model.parameters() gives what is freed later."""
-
-    def fn() -> tuple[list[str], list[str]]:
-        torch.manual_seed(0)
-        model = shard(HandWritten())
-        with torch.no_grad():
-            model(**hand_written_batch())
-        early = sgd(model)
-        model.reshard()
-        optimizer = sgd(model)
-        problems = check_sharding(model, early), check_sharding(model, optimizer)
-        weight = whole(model.embedding.weight.detach()).clone()
-        model(**hand_written_batch())[0].square().sum().backward()
-        early.step()  # what the message says
-        assert torch.equal(whole(model.embedding.weight.detach()), weight)
-        optimizer.step()
-        assert not torch.equal(whole(model.embedding.weight.detach()), weight)
-        return problems
-
-    for problems, none in two_ranks(fn):
-        assert_said(problems, [STRANGERS.format(4)])
-        assert none == []
+    torch.manual_seed(0)
+    model = shard(HandWritten())
+    with torch.no_grad():
+        model(**hand_written_batch())
+    early = sgd(model)
+    model.reshard()
+    optimizer = sgd(model)
+    assert_said(check_sharding(model, early), [STRANGERS.format(4)])
+    assert check_sharding(model, optimizer) == []
+    weight = whole(model.embedding.weight.detach()).clone()
+    model(**hand_written_batch())[0].square().sum().backward()
+    early.step()  # what the message says
+    assert torch.equal(whole(model.embedding.weight.detach()), weight)
+    optimizer.step()
+    assert not torch.equal(whole(model.embedding.weight.detach()), weight)
 
 
-def test_the_right_optimizer_is_no_problem_at_any_time(two_ranks: TwoRanks) -> None:
-    def fn() -> list[list[str]]:
-        model = shard(HandWritten(), strategy="grad_op")
-        optimizer = sgd(model)
-        problems = [check_sharding(model, optimizer)]
-        output = model(**hand_written_batch())[0]
-        problems.append(check_sharding(model, optimizer))  # here all parameters are gathered
-        output.sum().backward()
-        problems.append(check_sharding(model, optimizer))
-        assert changes(model, optimizer)
-        problems.append(check_sharding(model, sgd(model, nn.Linear(8, 8))))  # which trains another one too
-        both = [*model.parameters(), *shard(HandWritten()).parameters()]
-        matrices = torch.optim.SGD([parameter for parameter in both if parameter.dim() == 2], lr=0.1)
-        problems.append(check_sharding(model, matrices))
-        original = HandWritten()
-        optimizer = sgd(original)
-        wrapped = fsdp1_by_block(original, use_orig_params=True)
-        problems.append(check_sharding(wrapped, optimizer))
-        assert changes(wrapped, optimizer)
-        return problems
-
-    assert two_ranks(fn) == [[[]] * 6] * 2
+@on_ranks()
+def test_the_right_optimizer_is_no_problem_at_any_time() -> None:
+    model = shard(HandWritten(), strategy="grad_op")
+    optimizer = sgd(model)
+    assert check_sharding(model, optimizer) == []
+    output = model(**hand_written_batch())[0]
+    assert check_sharding(model, optimizer) == []  # here all parameters are gathered
+    output.sum().backward()
+    assert check_sharding(model, optimizer) == []
+    assert changes(model, optimizer)
+    assert check_sharding(model, sgd(model, nn.Linear(8, 8))) == []  # which trains another one too
+    both = [*model.parameters(), *shard(HandWritten()).parameters()]
+    matrices = torch.optim.SGD([parameter for parameter in both if parameter.dim() == 2], lr=0.1)
+    assert check_sharding(model, matrices) == []
+    original = HandWritten()
+    optimizer = sgd(original)
+    wrapped = fsdp1_by_block(original, use_orig_params=True)
+    assert check_sharding(wrapped, optimizer) == []
+    assert changes(wrapped, optimizer)
 
 
 class WithMasters(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None: ...
 
 
-def test_parameters_in_bf16_without_masters(two_ranks: TwoRanks) -> None:
-    def fn() -> tuple[list[list[str]], float]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
-        nn.init.normal_(model[0].weight, std=0.02)
-        units(model, *model)
-        adamw = torch.optim.AdamW(model.parameters(), lr=1e-5)
-        others: list[Any] = [ChildTuningAdamW(model.parameters()), WithMasters(model.parameters())]
-        found = [check_sharding(model, one) for one in (adamw, *others, None)]
-        before = whole(model[0].weight.detach()).clone()
-        model(torch.randn(8, 64).bfloat16()).square().sum().backward()
-        adamw.step()
-        unmoved = (whole(model[0].weight.detach()) == before).float().mean().item()
-        model.requires_grad_(False)
-        found.append(check_sharding(model, adamw))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        mixed = shard(HandWritten(), strategy="grad_op", mp_policy=policy)
-        adamw = torch.optim.AdamW(mixed.parameters())
-        mixed(**hand_written_batch())  # now the model holds gathered parameters in bf16
-        found.append(check_sharding(mixed, adamw))
-        return found, unmoved
-
-    for (adamw, child, *others), unmoved in two_ranks(fn):
-        assert others == [[], [], [], []]
-        held = r"^4 trainable parameters are held in bfloat16 \(such as 0\.weight\), and {} keeps no float32"
-        assert_said(adamw, [held.format("AdamW")])
-        assert_said(child, [held.format("ChildTuningAdamW")])
-        assert unmoved > 0.8  # "most weights never move"
+@on_ranks()
+def test_parameters_in_bf16_without_masters() -> None:
+    held = r"^4 trainable parameters are held in bfloat16 \(such as 0\.weight\), and {} keeps no float32"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
+    nn.init.normal_(model[0].weight, std=0.02)
+    units(model, *model)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    assert_said(check_sharding(model, adamw), [held.format("AdamW")])
+    assert_said(
+        check_sharding(model, ChildTuningAdamW(model.parameters())), [held.format("ChildTuningAdamW")]
+    )
+    assert check_sharding(model, WithMasters(model.parameters())) == check_sharding(model) == []
+    before = whole(model[0].weight.detach()).clone()
+    model(torch.randn(8, 64).bfloat16()).square().sum().backward()
+    adamw.step()
+    assert (whole(model[0].weight.detach()) == before).float().mean() > 0.8  # "most weights never move"
+    model.requires_grad_(False)
+    assert check_sharding(model, adamw) == []
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    mixed = shard(HandWritten(), strategy="grad_op", mp_policy=policy)
+    adamw = torch.optim.AdamW(mixed.parameters())
+    mixed(**hand_written_batch())  # now the model holds gathered parameters in bf16
+    assert check_sharding(mixed, adamw) == []
 
 
 # ---- gradient sync ----
 
 
-def test_gradient_sync_that_was_left_off(two_ranks: TwoRanks) -> None:
-    def fn() -> list[list[str]]:
-        model: Any = shard(HandWritten())
-        model.set_requires_gradient_sync(False)
-        found = [check_sharding(model)]
-        model.set_requires_gradient_sync(True)
-        model.set_requires_all_reduce(False)  # there are no replicas
-        found.append(check_sharding(model))
-        replicated = hybrid()
-        replicated.set_requires_all_reduce(False)
-        found.append(check_sharding(replicated))
-        for wrapped in (fsdp1_by_block(HandWritten()), DDP(HandWritten())):
-            with wrapped.no_sync():  # type: ignore[operator]
-                found.append(check_sharding(wrapped))
-            found.append(check_sharding(wrapped))
-        return found
+@on_ranks()
+def test_gradient_sync_that_was_left_off() -> None:
+    def assert_off(model: nn.Module, units: int) -> None:
+        mend = r"model\.set_requires_gradient_sync\(True\)"
+        assert_said(
+            check_sharding(model), [rf"^Gradient sync is off in {units} units \(such as \(root\)\): .*{mend}"]
+        )
 
-    fsdp2, no_replicas, all_reduce, in_fsdp1, after, in_ddp, after_ddp = two_ranks(fn)[0]
-    assert no_replicas == after == after_ddp == []
-    off = (
-        r"^Gradient sync is off in {} units \(such as \(root\)\): .*model\.set_requires_gradient_sync\(True\)"
-    )
-    for problems, count in ((fsdp2, 4), (all_reduce, 4), (in_fsdp1, 4), (in_ddp, 1)):
-        assert_said(problems, [off.format(count)])
+    model: Any = shard(HandWritten())
+    model.set_requires_gradient_sync(False)
+    assert_off(model, 4)
+    model.set_requires_gradient_sync(True)
+    model.set_requires_all_reduce(False)  # there are no replicas
+    assert check_sharding(model) == []
+    replicated = hybrid()
+    replicated.set_requires_all_reduce(False)
+    assert_off(replicated, 4)
+    for wrapped, count in ((fsdp1_by_block(HandWritten()), 4), (DDP(HandWritten()), 1)):
+        with wrapped.no_sync():  # type: ignore[operator]
+            assert_off(wrapped, count)
+        assert check_sharding(wrapped) == []
 
 
-def test_fsdp1_with_shard_groups_of_one_rank_does_not_sync(two_ranks: TwoRanks) -> None:
+@on_ranks()
+def test_fsdp1_with_shard_groups_of_one_rank_does_not_sync() -> None:
     """https://github.com/volcengine/verl/issues/7493"""
 
-    def fn(use_fsdp1: bool) -> tuple[list[str], list[str]]:
-        torch.manual_seed(0)
-        if use_fsdp1:
-            mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-            strategy = ShardingStrategy.HYBRID_SHARD
-            with pytest.warns(UserWarning, match="switching to use `NO_SHARD`"):
-                model = fsdp1_by_block(HandWritten(), sharding_strategy=strategy, device_mesh=mesh)
-        else:
-            model = hybrid()
-        before = check_sharding(model)
+    def step(model: nn.Module) -> None:
         model(hand_written_batch()["x"] + dist.get_rank())[0].square().sum().backward()
         sgd(model).step()
-        return before, check_sharding(model)
 
-    for before, after in two_ranks(fn, True):
-        assert before == []
-        assert_said(after, ["^Replicas of a parameter differ.* HYBRID_SHARD over groups of one rank"])
-    assert two_ranks(fn, False) == [([], [])] * 2
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    strategy = ShardingStrategy.HYBRID_SHARD
+    with pytest.warns(UserWarning, match="switching to use `NO_SHARD`"):
+        model = fsdp1_by_block(HandWritten(), sharding_strategy=strategy, device_mesh=mesh)
+    assert check_sharding(model) == []
+    step(model)
+    assert_said(check_sharding(model), ["^Replicas of a parameter differ.* HYBRID_SHARD over groups of one rank"])
+    model = hybrid()  # what it advises
+    step(model)
+    assert check_sharding(model) == []
 
 
 # ---- copies that differ between ranks ----
@@ -327,86 +302,75 @@ def reversed_rows(value: torch.Tensor) -> None:
         (lambda: DDP(HandWritten()), torch.Tensor.neg_, "module.embedding.weight"),
     ],
 )
-def test_replicas_that_differ_are_named(two_ranks: TwoRanks, make: Any, change: Any, name: str) -> None:
-    def fn() -> tuple[list[str], list[str]]:
-        model = make()
-        with torch.no_grad():
-            parameter = next(model.parameters())
-            parameter[0, 0] = float("nan")  # which equals itself here
-            before = check_sharding(model)
-            if dist.get_rank() == 1:
-                change(parameter.to_local() if hasattr(parameter, "to_local") else parameter)
-        return before, check_sharding(model)
-
-    for before, after in two_ranks(fn):
-        assert before == []
-        said = f"^Replicas of a parameter differ between ranks: '{name}' on rank 1 differs from rank 0. Build"
-        assert_said(after, [said])
+@on_ranks()
+def test_replicas_that_differ_are_named(make: Any, change: Any, name: str) -> None:
+    model = make()
+    with torch.no_grad():
+        parameter = next(model.parameters())
+        parameter[0, 0] = float("nan")  # which equals itself here
+        assert check_sharding(model) == []
+        if dist.get_rank() == 1:
+            change(parameter.to_local() if hasattr(parameter, "to_local") else parameter)
+    said = f"^Replicas of a parameter differ between ranks: '{name}' on rank 1 differs from rank 0. Build"
+    assert_said(check_sharding(model), [said])
 
 
-def test_buffers_and_ignored_parameters_that_differ_are_named(two_ranks: TwoRanks) -> None:
-    def fn() -> list[list[str]]:
-        torch.manual_seed(dist.get_rank())  # shards of two seeds make up one model
-        model = HandWritten()
-        model.head[0] = nn.Sequential(nn.BatchNorm1d(8, affine=False), nn.Linear(8, 8))
-        model.head[0][0].extra = ignored = nn.Parameter(torch.zeros(2))
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model, ignored_params={ignored})
-        found = [check_sharding(model)]
-        ignored.data.add_(dist.get_rank())
-        found.append(check_sharding(model))
-        ignored.data.zero_()
-        model.head[0][0](torch.randn(4, 8))
-        found.append(check_sharding(model))
-        model = DDP(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8)))
-        model(torch.randn(4, 8) + dist.get_rank())  # the next forward begins with rank 0's statistics
-        found.append(check_sharding(model))
-        named = HandWritten()
-        for number, name in enumerate("ab" if dist.get_rank() else "bac"):
-            named.register_buffer(name, torch.full((2,), float(number)))
-        named.register_buffer("shape", torch.zeros((2, 2) if dist.get_rank() else (4,)))
-        return [*found, check_sharding(shard(named))]
-
-    first, second = two_ranks(fn)
-    assert first == second
-    nothing, ignored, statistics, with_ddp, by_name = first
-    assert nothing == with_ddp == []
-    assert_said(ignored, ["^Replicas of a parameter differ between ranks: 'head.0.0.extra' on rank 1"])
-    assert_said(statistics, ["^Buffers differ between ranks: 'head.0.0.running_mean' on .*SyncBatchNorm"])
-    assert_said(by_name, ["'a' on rank 1 .*'b' on rank 1 .*'shape' on rank 1 differs from rank 0"])
+@on_ranks()
+def test_buffers_and_ignored_parameters_that_differ_are_named() -> None:
+    torch.manual_seed(dist.get_rank())  # shards of two seeds make up one model
+    model = HandWritten()
+    model.head[0] = nn.Sequential(nn.BatchNorm1d(8, affine=False), nn.Linear(8, 8))
+    model.head[0][0].extra = ignored = nn.Parameter(torch.zeros(2))
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model, ignored_params={ignored})
+    assert check_sharding(model) == []
+    ignored.data.add_(dist.get_rank())
+    differ = "^Replicas of a parameter differ between ranks: 'head.0.0.extra' on rank 1"
+    assert_said(check_sharding(model), [differ])
+    ignored.data.zero_()
+    model.head[0][0](torch.randn(4, 8))
+    differ = "^Buffers differ between ranks: 'head.0.0.running_mean' on .*SyncBatchNorm"
+    assert_said(check_sharding(model), [differ])
+    model = DDP(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8)))
+    model(torch.randn(4, 8) + dist.get_rank())  # the next forward begins with rank 0's statistics
+    assert check_sharding(model) == []
+    named = HandWritten()
+    for number, name in enumerate("ab" if dist.get_rank() else "bac"):
+        named.register_buffer(name, torch.full((2,), float(number)))
+    named.register_buffer("shape", torch.zeros((2, 2) if dist.get_rank() else (4,)))
+    differ = "'a' on rank 1 .*'b' on rank 1 .*'shape' on rank 1 differs from rank 0"
+    assert_said(check_sharding(shard(named)), [differ])
 
 
-def test_correct_programs_raise_no_alarm(two_ranks: TwoRanks) -> None:
-    def fn() -> list[list[str]]:
-        rank = dist.get_rank()
-        torch.manual_seed(rank)
-        alone: Any = HandWritten()  # each rank trains a model of its own
-        alone.register_buffer("own", torch.full((2,), float(rank)))
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("model", "shard"))["shard"]
-        odd = hybrid()
-        odd.register_buffer("sparse", torch.eye(2).to_sparse())
-        odd.register_buffer("freed", torch.zeros(9))
-        odd.freed.untyped_storage().resize_(0)
-        found = [check_sharding(shard(alone, mesh=mesh)), check_sharding(odd)]
-        with torch.inference_mode():
-            return [*found, check_sharding(odd)]
+@on_ranks()
+def test_correct_programs_raise_no_alarm() -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    alone: Any = HandWritten()  # each rank trains a model of its own
+    alone.register_buffer("own", torch.full((2,), float(rank)))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("model", "shard"))["shard"]
+    assert check_sharding(shard(alone, mesh=mesh)) == []
+    odd = hybrid()
+    odd.register_buffer("sparse", torch.eye(2).to_sparse())
+    odd.register_buffer("freed", torch.zeros(9))
+    odd.freed.untyped_storage().resize_(0)
+    assert check_sharding(odd) == []
+    with torch.inference_mode():
+        assert check_sharding(odd) == []
 
-    assert two_ranks(fn) == [[[], [], []]] * 2
 
-
-def test_a_rank_that_checks_alone_is_told_so_and_does_not_hang(two_ranks: TwoRanks) -> None:
-    def fn() -> tuple[list[str], float, list[str]]:
-        model = shard(HandWritten())
+@on_ranks()
+def test_a_rank_that_checks_alone_is_told_so_and_does_not_hang() -> None:
+    model = shard(HandWritten())
+    if dist.get_rank() == 0:
         start = time.monotonic()
-        alone = check_sharding(model) if dist.get_rank() == 0 else []  # nothing to compare: no waiting
+        assert check_sharding(model) == []  # nothing to compare: no waiting
         model.register_buffer("own", torch.zeros(2))
-        alone += check_sharding(model) if dist.get_rank() == 0 else []
-        seconds = time.monotonic() - start
-        dist.barrier()
-        return alone, seconds, check_sharding(model)
-
-    (alone, seconds, together), (_, _, same) = two_ranks(fn)
-    assert_said(alone, ["were not compared .*only rank 0 after 5 s; missing: rank 1. Call it on every rank"])
-    assert seconds < 30
-    assert together == same == []
+        alone = "were not compared .*only rank 0 after 5 s; missing: rank 1. Call it on every rank"
+        assert_said(check_sharding(model), [alone])
+        assert time.monotonic() - start < 30
+    else:
+        model.register_buffer("own", torch.zeros(2))
+    dist.barrier()
+    assert check_sharding(model) == []

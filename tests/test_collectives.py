@@ -18,8 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
-from fsdp_utils import record_collectives, run_on_ranks
+from fsdp_utils import record_collectives
 from fsdp_utils.collectives import CollectiveTrace, StepEvent
+from tests.on_ranks import case, on_ranks
 from tests.recorded import LAYERS, Model, by_unit, fsdp1, fsdp2, record, step
 
 LAYER, HEAD = [(7, 7), (7,)], [(5, 7), (5,)]
@@ -39,7 +40,8 @@ def short(trace: CollectiveTrace, phase: str) -> str:
 # ---- in which order --------------------------------------------------------------------------------------
 
 
-def orders() -> dict[str, tuple[str, str, int]]:
+@on_ranks()
+def test_the_order_is_the_one_that_each_prefetch_setting_promises() -> None:
     prefetch = {"none": None, "post": BackwardPrefetch.BACKWARD_POST, "pre": BackwardPrefetch.BACKWARD_PRE}
     models: dict[str, nn.Module] = {
         f"FSDP1 {name}": fsdp1(Model(head=False), backward_prefetch=way) for name, way in prefetch.items()
@@ -52,24 +54,22 @@ def orders() -> dict[str, tuple[str, str, int]]:
         layer.set_modules_to_forward_prefetch(list(explicit.layers[i + 1 : i + 3]))
         layer.set_modules_to_backward_prefetch(list(explicit.layers[max(0, i - 2) : i])[::-1])
     traces = {name: record(model) for name, model in models.items()}
-    return {name: (short(t, "forward"), short(t, "backward"), t.peak_units) for name, t in traces.items()}
-
-
-def test_the_order_is_the_one_that_each_prefetch_setting_promises(two_ranks):
     plain = "AG mm AG mm AG mm AG mm"
     pre = "AG AG mm RS AG mm RS AG mm RS mm RS"
-    for seen in two_ranks(orders):
-        assert seen == {
-            "FSDP1 none": (plain, "AG mm RS AG mm RS AG mm RS AG mm RS", 1),
-            "FSDP1 post": (plain, "AG mm AG RS mm AG RS mm AG RS mm RS", 1),
-            "FSDP1 pre": (plain, pre, 2),
-            # Its views of a gathered parameter are older than the computation before it. Autograd runs what
-            # is younger first: in backward that computation comes before the gradient is reduced.
-            "forward_prefetch": ("AG AG mm AG mm AG mm mm", "AG mm AG mm RS AG mm RS AG mm RS mm RS", 2),
-            "FSDP2": (plain, pre, 2),
-            "FSDP2 without resharding": (plain, "mm RS mm RS mm RS mm RS", 4),
-            "FSDP2 explicit": ("AG AG AG mm AG mm mm mm", "AG AG AG mm RS AG mm RS mm RS mm RS", 3),
-        }
+    assert {
+        name: (short(trace, "forward"), short(trace, "backward"), trace.peak_units)
+        for name, trace in traces.items()
+    } == {
+        "FSDP1 none": (plain, "AG mm RS AG mm RS AG mm RS AG mm RS", 1),
+        "FSDP1 post": (plain, "AG mm AG RS mm AG RS mm AG RS mm RS", 1),
+        "FSDP1 pre": (plain, pre, 2),
+        # Its views of a gathered parameter are older than the computation before it. Autograd runs what
+        # is younger first: in backward that computation comes before the gradient is reduced.
+        "forward_prefetch": ("AG AG mm AG mm AG mm mm", "AG mm AG mm RS AG mm RS AG mm RS mm RS", 2),
+        "FSDP2": (plain, pre, 2),
+        "FSDP2 without resharding": (plain, "mm RS mm RS mm RS mm RS", 4),
+        "FSDP2 explicit": ("AG AG AG mm AG mm mm mm", "AG AG AG mm RS AG mm RS mm RS mm RS", 3),
+    }
 
 
 # ---- how many bytes --------------------------------------------------------------------------------------
@@ -126,78 +126,58 @@ def in_the_profiler(model: nn.Module, itemsize: int) -> list[tuple[str, int]]:
     return seen
 
 
-def every_strategy() -> list[tuple[str, Any, Any]]:
-    """FSDP1 and FSDP2, FULL_SHARD and SHARD_GRAD_OP, fp32 and bf16, and DDP: name, recorded, expected."""
-    results: list[tuple[str, Any, Any]] = []
+def assert_profiled(model: nn.Module, trace: CollectiveTrace, itemsize: int) -> None:
+    assert [(event.kind, event.bytes) for event in trace.collectives] == in_the_profiler(model, itemsize)
 
-    def compare_with_profiler(name: str, model: nn.Module, trace: CollectiveTrace, itemsize: int) -> None:
-        told = [(event.kind, event.bytes) for event in trace.collectives]
-        results.append((f"{name}, profiler", told, in_the_profiler(model, itemsize)))
 
+@on_ranks(3)
+def test_bytes_of_every_strategy_are_what_theory_and_the_profiler_say() -> None:
     for reshard, strategy in ((True, ShardingStrategy.FULL_SHARD), (False, ShardingStrategy.SHARD_GRAD_OP)):
         for bf16 in (False, True):
-            theory: Any = {"ranks": dist.get_world_size(), "itemsize": 2 if bf16 else 4, "reshard": reshard}
+            theory: Any = {"ranks": 3, "itemsize": 2 if bf16 else 4, "reshard": reshard}
             one = fsdp1(Model(), bf16=bf16, sharding_strategy=strategy)
             # The root frees nothing after forward by default; told to, it would.
             two = fsdp2(Model(), bf16=bf16, reshard_root=False, reshard_after_forward=reshard)
             for model, padded in ((one, padded_fsdp1), (two, padded_fsdp2)):
-                name = f"{padded.__name__}, reshard {reshard}, bf16 {bf16}"
-                trace = record(model)
-                results.append((name, by_unit(trace), in_theory(padded, **theory)))
-                compare_with_profiler(name, model, trace, theory["itemsize"])
+                with case(f"{padded.__name__}, reshard {reshard}, bf16 {bf16}"):
+                    trace = record(model)
+                    assert by_unit(trace) == in_theory(padded, **theory)
+                    assert_profiled(model, trace, theory["itemsize"])
     model = DistributedDataParallel(Model())
     step(model)  # it makes its buckets anew
-    compare_with_profiler("DDP", model, record(model), 4)
-    return results
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_bytes_of_every_strategy_are_what_theory_and_the_profiler_say(ranks):
-    for results in run_on_ranks(every_strategy, world_size=ranks, timeout=100):
-        assert len(results) == 17
-        for name, seen, wanted in results:
-            assert seen == wanted, name
+    assert_profiled(model, record(model), 4)
 
 
 def mesh(*shape: int) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
-def hybrid() -> list[tuple[dict, set, list[str]]]:
+@on_ranks(4)
+def test_hybrid_shards_within_a_host_and_reduces_shards_between_hosts() -> None:
+    rank = dist.get_rank()
     one = fsdp1(Model(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh(2, 2))
-    two = fsdp2(Model(), mesh=mesh(2, 2))
-    return [
-        (
-            by_unit(trace),
-            {(event.kind, event.ranks, event.link) for event in trace.collectives},
-            sorted(trace.sent_bytes_by_dimension()),
-        )
-        for trace in (record(model, ranks_per_host=2) for model in (one, two))
-    ]
+    for model, padded in ((one, padded_fsdp1), (fsdp2(Model(), mesh=mesh(2, 2)), padded_fsdp2)):
+        trace = record(model, ranks_per_host=2)
+        seen, whole = by_unit(trace), padded(LAYER, 2, 4)
+        for unit in (f"layers.{i}" for i in range(LAYERS)):
+            assert seen[unit] == [
+                ("all_gather", "backward", whole // 2, whole),
+                ("all_gather", "forward", whole // 2, whole),
+                ("all_reduce", "backward", whole // 2, whole // 2),
+                ("reduce_scatter", "backward", whole, whole // 2),
+            ]
+        assert len(seen["(root)"]) == 3
+        mine = (0, 1) if rank < 2 else (2, 3)
+        assert {(event.kind, event.ranks, event.link) for event in trace.collectives} == {
+            ("all_gather", mine, "within a host"),
+            ("reduce_scatter", mine, "within a host"),
+            ("all_reduce", (rank % 2, rank % 2 + 2), "between hosts"),
+        }
+    assert sorted(trace.sent_bytes_by_dimension()) == ["replicate", "shard"]
 
 
-def test_hybrid_shards_within_a_host_and_reduces_shards_between_hosts():
-    for rank, traces in enumerate(run_on_ranks(hybrid, world_size=4)):
-        for padded, (seen, groups, _) in zip((padded_fsdp1, padded_fsdp2), traces, strict=True):
-            whole = padded(LAYER, 2, 4)
-            for unit in (f"layers.{i}" for i in range(LAYERS)):
-                assert seen[unit] == [
-                    ("all_gather", "backward", whole // 2, whole),
-                    ("all_gather", "forward", whole // 2, whole),
-                    ("all_reduce", "backward", whole // 2, whole // 2),
-                    ("reduce_scatter", "backward", whole, whole // 2),
-                ]
-            assert len(seen["(root)"]) == 3
-            mine = (0, 1) if rank < 2 else (2, 3)
-            assert groups == {
-                ("all_gather", mine, "within a host"),
-                ("reduce_scatter", mine, "within a host"),
-                ("all_reduce", (rank % 2, rank % 2 + 2), "between hosts"),
-            }
-        assert traces[1][2] == ["replicate", "shard"]
-
-
-def two_dimensions() -> tuple[dict[str, set], dict[str, float], list[int]]:
+@on_ranks(4)
+def test_each_collective_says_its_mesh_dimension_and_bytes_are_counted_by_it() -> None:
     """One step of FSDP over one dimension and tensor parallelism over the other, on two hosts of two."""
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)))
@@ -208,55 +188,42 @@ def two_dimensions() -> tuple[dict[str, set], dict[str, float], list[int]]:
     x = torch.ones(3, 8, requires_grad=True)
     with record_collectives(model, ranks_per_host=2) as trace:
         model(x).sum().backward()
-    groups: dict[str, set] = {}
-    for event in trace.collectives:
-        groups.setdefault(event.dimension, set()).add((event.kind, event.ranks, event.link))
+    rank, unit, activations = dist.get_rank(), 4 * 2 * 8 * 16, 4 * 3 * 8
+    row, column = (0, 1) if rank < 2 else (2, 3), (rank % 2, rank % 2 + 2)
+    assert {(event.dimension, event.kind, event.ranks, event.link) for event in trace.collectives} == {
+        ("fsdp", "all_gather", column, "between hosts"),
+        ("fsdp", "reduce_scatter", column, "between hosts"),
+        ("tp", "all_reduce", row, "within a host"),
+    }
+    sent = trace.sent_bytes_by_dimension()
+    # half of the unit, of which a rank has one half: gathered twice, reduced once
+    assert sent["fsdp"] == 3 * unit / 2 / 2
+    # the output in forward, the gradient of the input in backward; twice (2 - 1) / 2 of its bytes
+    assert sent["tp"] == 2 * activations
+    assert [event.bytes for event in trace.events if event.is_of_the_model] == [activations, activations]
     assert "dimension" in trace.summary()
     assert "  tp " in trace.summary()
-    sent = trace.sent_bytes_by_dimension()
-    return groups, sent, [event.bytes for event in trace.events if event.is_of_the_model]
 
 
-def test_each_collective_says_its_mesh_dimension_and_bytes_are_counted_by_it():
-    unit, activations = 4 * 2 * 8 * 16, 4 * 3 * 8
-    for rank, (groups, sent, of_the_model) in enumerate(run_on_ranks(two_dimensions, world_size=4)):
-        row, column = (0, 1) if rank < 2 else (2, 3), (rank % 2, rank % 2 + 2)
-        assert groups == {
-            "fsdp": {
-                ("all_gather", column, "between hosts"),
-                ("reduce_scatter", column, "between hosts"),
-            },
-            "tp": {("all_reduce", row, "within a host")},
-        }
-        # half of the unit, of which a rank has one half: gathered twice, reduced once
-        assert sent["fsdp"] == 3 * unit / 2 / 2
-        # the output in forward, the gradient of the input in backward; twice (2 - 1) / 2 of its bytes
-        assert sent["tp"] == 2 * activations
-        assert of_the_model == [activations, activations]
+@on_ranks()
+def test_ddp_reduces_every_gradient_once() -> None:
+    def reduced(model: nn.Module) -> list[tuple[str, int]]:
+        events = [event for event in record(model).collectives if event.kind == "all_reduce"]
+        assert all(event.bytes_in == event.bytes_out == event.sent_bytes for event in events)
+        return [(event.module, event.bytes) for event in events]
 
-
-def ddp() -> tuple[list, list, list]:
     model = DistributedDataParallel(Model())
-    reduced = [event for event in record(model).collectives if event.kind == "all_reduce"]
+    assert reduced(model) == [("bucket 0", MODEL_BYTES)]
     with record_collectives(model) as silent, model.no_sync():
         step(model)
+    assert silent.collectives == []
     small = DistributedDataParallel(Model(), bucket_cap_mb=1e-4)
     step(small)
-    buckets = [
-        (e.module, e.bytes) for _ in range(2) for e in record(small).collectives if e.kind == "all_reduce"
-    ]
-    return [(e.module, e.bytes_in, e.bytes_out, e.sent_bytes) for e in reduced], silent.collectives, buckets
-
-
-def test_ddp_reduces_every_gradient_once(two_ranks):
-    for reduced, silent, buckets in two_ranks(ddp):
-        assert reduced == [("bucket 0", MODEL_BYTES, MODEL_BYTES, MODEL_BYTES)]
-        assert silent == []
-        half = len(buckets) // 2
-        assert half > 1  # a limit so low that there are several
-        assert [name for name, _ in buckets[:half]] == [f"bucket {i}" for i in range(half)]
-        assert buckets[half:] == buckets[:half]  # counted from 0 again
-        assert sum(size for _, size in buckets) == 2 * MODEL_BYTES
+    buckets = reduced(small)
+    assert len(buckets) > 1  # a limit so low that there are several
+    assert [name for name, _ in buckets] == [f"bucket {i}" for i in range(len(buckets))]
+    assert reduced(small) == buckets  # counted from 0 again
+    assert sum(size for _, size in buckets) == MODEL_BYTES
 
 
 @pytest.mark.parametrize(
@@ -283,12 +250,18 @@ def test_what_a_ring_of_four_sends(kind: str, given: int, got: int, sent: float)
 # ---- every call ------------------------------------------------------------------------------------------
 
 
-def called_directly() -> dict[str, list[tuple[str, int, int]]]:
-    """Record calls of torch.distributed in Python, and of DTensor and compiled graphs in C++."""
+def call_as_compiled_code_does(small: torch.Tensor, large: torch.Tensor) -> None:
+    functional, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    functional.wait_tensor(functional.all_gather_into_tensor_out(small, 2, group, out=large))
+    functional.wait_tensor(functional.reduce_scatter_tensor_out(large, "sum", 2, group, out=small))
+
+
+@on_ranks()
+def test_every_call_is_seen_once_whoever_issues_it() -> None:
+    """torch.distributed in Python, DTensor and compiled graphs in C++."""
     model = fsdp2(Model())
     small, large = torch.ones(3), torch.ones(6)
-    functional, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
-    wait, is_first = functional.wait_tensor, dist.get_rank() == 0
+    is_first = dist.get_rank() == 0
     calls = {
         "Python": [
             lambda: dist.all_gather([small, small.clone()], small),
@@ -311,10 +284,7 @@ def called_directly() -> dict[str, list[tuple[str, int, int]]]:
             lambda: DTensor.from_local(large, mesh(2), [Partial()]).redistribute(placements=[Shard(0)]),
             lambda: DTensor.from_local(large, mesh(2), [Partial()]).full_tensor(),
         ],
-        "compiled": [
-            lambda: wait(functional.all_gather_into_tensor_out(small, 2, group, out=large)),
-            lambda: wait(functional.reduce_scatter_tensor_out(large, "sum", 2, group, out=small)),
-        ],
+        "compiled": [lambda: call_as_compiled_code_does(small, large)],
     }
     with record_collectives(model) as trace, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # names that this torch calls old
@@ -328,24 +298,19 @@ def called_directly() -> dict[str, list[tuple[str, int, int]]]:
         step(model)
     after = [f"{event.kind} {event.module}" for event in trace.events[before:] if event.is_collective]
     assert after == [f"{event.kind} {event.module}" for event in record(model).collectives]
-    return seen
-
-
-def test_every_call_is_seen_once_whoever_issues_it(two_ranks):
     dtensor = [("all_gather", 12, 24), ("reduce_scatter", 24, 12), ("all_reduce", 24, 24)]
-    for rank, seen in enumerate(two_ranks(called_directly)):
-        python = [
-            *[("all_gather", 12, 24)] * 3,
-            *[("reduce_scatter", 24, 12)] * 2,
-            ("all_reduce", 12, 12),
-            ("broadcast", 12, 12),
-            ("reduce", 12, 12),
-            ("gather", 12, 24 if rank == 0 else 0),
-            ("scatter", 24 if rank == 0 else 0, 12),
-            *[("all_to_all", 24, 24)] * 2,
-            ("send", 12, 0) if rank == 0 else ("recv", 0, 12),
-            ("barrier", 0, 0),
-        ]
-        assert seen["Python"] == seen["Python again"] == python
-        assert seen["DTensor"] == dtensor
-        assert seen["compiled"] == dtensor[:2]
+    python = [
+        *[("all_gather", 12, 24)] * 3,
+        *[("reduce_scatter", 24, 12)] * 2,
+        ("all_reduce", 12, 12),
+        ("broadcast", 12, 12),
+        ("reduce", 12, 12),
+        ("gather", 12, 24 if is_first else 0),
+        ("scatter", 24 if is_first else 0, 12),
+        *[("all_to_all", 24, 24)] * 2,
+        ("send", 12, 0) if is_first else ("recv", 0, 12),
+        ("barrier", 0, 0),
+    ]
+    assert seen["Python"] == seen["Python again"] == python
+    assert seen["DTensor"] == dtensor
+    assert seen["compiled"] == dtensor[:2]

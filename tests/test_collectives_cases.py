@@ -5,7 +5,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_utils import record_collectives
 from fsdp_utils.collectives import CollectiveTrace
+from tests.on_ranks import fake_group, on_ranks
 from tests.recorded import LAYERS, Model, fsdp1, fsdp2, record, step
 
 UNITS = LAYERS + 1  # with the root's, of the head
@@ -37,7 +37,8 @@ def phases(trace: CollectiveTrace, kind: str) -> Counter[str]:
 # ---- asserted on two ranks -------------------------------------------------------------------------------
 
 
-def names_of_units() -> None:
+@on_ranks()
+def test_names_of_units() -> None:
     for build in (fsdp1, fsdp2):
         model = Model()
         model.layers = nn.ModuleList(checkpoint_wrapper(layer) for layer in model.layers)
@@ -51,7 +52,8 @@ def names_of_units() -> None:
     assert trace.unit_bytes["layers.0, layers.1"] == 2 * 4 * 56
 
 
-def unusual_steps() -> None:
+@on_ranks()
+def test_unusual_steps() -> None:
     for build in (fsdp1, fsdp2):
         model = build(Model())
         step(model)
@@ -81,7 +83,8 @@ def unusual_steps() -> None:
         assert phases(trace, "reduce_scatter") == {"backward": 3 * (UNITS - 1)}
 
 
-def a_thread_that_sends() -> None:
+@on_ranks()
+def test_a_thread_that_sends() -> None:
     model, group = fsdp2(Model()), dist.new_group()
     step(model)
 
@@ -113,7 +116,8 @@ class Outside(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def losses_and_operations() -> None:
+@on_ranks()
+def test_losses_and_operations() -> None:
     for build in (fsdp1, fsdp2, DistributedDataParallel):
         found = []
         for recorded in (True, False):
@@ -137,7 +141,8 @@ class Own(nn.Linear):
         return torch.relu(nn.functional.linear(input, self.weight, self.bias))
 
 
-def compiled_layers() -> None:
+@on_ranks()
+def test_compiled_layers() -> None:
     from torch._dynamo.testing import CompileCounter  # here: it takes a second, and only this test needs it
 
     torch._dynamo.reset()
@@ -160,7 +165,8 @@ def compiled_layers() -> None:
         assert orders[0] == orders[1]
 
 
-def recordings_within_each_other() -> None:
+@on_ranks()
+def test_recordings_within_each_other() -> None:
     with pytest.raises(ValueError, match="without any of them"), record_collectives(nn.Linear(2, 2)):
         pass
     model = fsdp2(Model())
@@ -172,7 +178,8 @@ def recordings_within_each_other() -> None:
     assert len(again.collectives) == 14
 
 
-def an_exception() -> None:
+@on_ranks()
+def test_an_exception() -> None:
     """The trace keeps the events until then, nothing more is recorded, and no hook stays in the model."""
     for build in (fsdp1, fsdp2, DistributedDataParallel):
         model = build(Model())
@@ -194,7 +201,8 @@ def hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-def a_forward_that_fails() -> None:
+@on_ranks()
+def test_a_forward_that_fails() -> None:
     """In front of a unit's forward: the steps after it are recorded as ever."""
     for build, least in ((fsdp1, 2 * UNITS), (fsdp2, 2 * UNITS), (DistributedDataParallel, 2)):
         model = Model()
@@ -214,7 +222,8 @@ def a_forward_that_fails() -> None:
         assert sum(event.kind == "compute" for event in trace.events[first:]) >= least
 
 
-def times_on_a_cpu() -> None:
+@on_ranks()
+def test_times_on_a_cpu() -> None:
     """Nothing overlaps, and everything ends."""
     events = record(fsdp2(Model())).events
     assert [event.start for event in events] == sorted(event.start for event in events)
@@ -227,7 +236,8 @@ def times_on_a_cpu() -> None:
         assert not following or event.start + event.seconds <= following[0].start, position
 
 
-def collectives_without_work() -> None:
+@on_ranks()
+def test_collectives_without_work() -> None:
     """NCCL gives none for a collective that is not asynchronous; gloo's is hidden here."""
     model = fsdp2(Model())
     with patch.object(dist.Work, "unbox", return_value=None):
@@ -237,36 +247,13 @@ def collectives_without_work() -> None:
     assert all(event.seconds is not None for event in sent)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        names_of_units,
-        unusual_steps,
-        a_thread_that_sends,
-        losses_and_operations,
-        compiled_layers,
-        recordings_within_each_other,
-        an_exception,
-        a_forward_that_fails,
-        times_on_a_cpu,
-        collectives_without_work,
-    ],
-    ids=lambda case: case.__name__,
-)
-def test_what_a_recording_says_and_leaves_alone(two_ranks: Any, case: Any) -> None:
-    two_ranks(case)
-
-
 # ---- on a GPU --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def one_of_two() -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield
-    dist.destroy_process_group()
+    with fake_group(2):
+        yield
 
 
 class FakeEvent:

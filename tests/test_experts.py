@@ -12,10 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp_utils import check_in_step, save_distributed
-from tests.sharded import TwoRanks
-
-RAISES_MESHES = "All operands in aten.stack.default must have the same mesh"
+from fsdp_utils import check_in_step, run_on_ranks, save_distributed
+from tests.on_ranks import on_ranks
 
 
 class Mixture(nn.Module):
@@ -56,16 +54,12 @@ def largest_error(fsdp1: bool, each: bool) -> float:
     return max(((f - r).norm() / r.norm()).item() for f, r in zip(found, right, strict=True))
 
 
-@pytest.mark.parametrize("fsdp1", [True, False])
-def test_experts_that_are_units_are_mixed_up_under_fsdp1_and_fsdp2(two_ranks: TwoRanks, fsdp1: bool) -> None:
-    assert min(two_ranks(largest_error, fsdp1, True)) > 0.3
-
-
-def test_experts_without_tokens_are_right_in_a_unit_of_fsdp1_and_wrong_in_one_of_fsdp2(
-    two_ranks: TwoRanks,
-) -> None:
-    assert max(two_ranks(largest_error, True, False)) < 1e-5
-    assert min(two_ranks(largest_error, False, False)) > 0.3
+@on_ranks()
+def test_experts_are_mixed_up_by_fsdp2_and_by_fsdp1_where_they_are_units() -> None:
+    assert largest_error(fsdp1=True, each=True) > 0.3
+    assert largest_error(fsdp1=False, each=True) > 0.3
+    assert largest_error(fsdp1=False, each=False) > 0.3
+    assert largest_error(fsdp1=True, each=False) < 1e-5
 
 
 def glued_in_step() -> None:
@@ -77,22 +71,19 @@ def glued_in_step() -> None:
         model(torch.ones(4, 8), torch.full((4,), dist.get_rank()))
 
 
-def test_check_in_step_names_the_expert_that_each_rank_gathers(two_ranks: TwoRanks) -> None:
+def test_check_in_step_names_the_expert_that_each_rank_gathers() -> None:
     with pytest.raises(Exception, match="the ranks part") as raised:
-        two_ranks(glued_in_step)
+        run_on_ranks(glued_in_step)
     for rank in range(2):
         (line,) = [line for line in str(raised.value).splitlines() if f"rank {rank}: all_gather" in line]
         assert f"for experts.{rank}," in line
 
 
-def gradients_mixed_in_step() -> bool:
-    with check_in_step():
-        return largest_error(fsdp1=False, each=False) > 0.3
-
-
-def test_check_in_step_does_not_see_gradients_of_equal_size_that_are_mixed(two_ranks: TwoRanks) -> None:
+@on_ranks()
+def test_check_in_step_does_not_see_gradients_of_equal_size_that_are_mixed() -> None:
     """Lesson 20 says so: both ranks reduce the same unit, and as many bytes."""
-    assert two_ranks(gradients_mixed_in_step) == [True, True]
+    with check_in_step():
+        assert largest_error(fsdp1=False, each=False) > 0.3
 
 
 def divided(mesh_size: int, factor: float, force_sum: bool) -> float | str:
@@ -114,54 +105,36 @@ def divided(mesh_size: int, factor: float, force_sum: bool) -> float | str:
     return (gradients[1] / gradients[0]).item()
 
 
-def test_a_factor_on_gloo_needs_sums_and_with_one_rank_sums_divide_twice(two_ranks: TwoRanks) -> None:
+@on_ranks()
+def test_a_factor_on_gloo_needs_sums_and_with_one_rank_sums_divide_twice() -> None:
     """In torch 2.13. If the last one is 0.5 in a later torch, the table of lesson 20 has a row too many."""
-    assert "Cannot use ReduceOp.PREMUL_SUM with Gloo" in str(two_ranks(divided, 2, 4.0, False)[0])
-    assert two_ranks(divided, 2, 4.0, True) == [0.5, 0.5]
-    assert two_ranks(divided, 1, 2.0, False) == [0.5, 0.5]
-    assert two_ranks(divided, 1, 2.0, True) == [0.25, 0.25]
+    assert "Cannot use ReduceOp.PREMUL_SUM with Gloo" in str(divided(2, 4.0, False))
+    assert divided(2, 4.0, True) == 0.5
+    assert divided(1, 2.0, False) == 0.5
+    assert divided(1, 2.0, True) == 0.25
 
 
-def expert_parallel(folder: Path) -> list[str]:
-    """Messages: of clipping over two meshes, of saving plain experts, of an uneven Shard(1)."""
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "ep"))
-    full, messages = torch.ones(2, 8, 8), []
+class Layer(nn.Module):
+    def __init__(self, experts: torch.Tensor) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 2), nn.ParameterList([experts])
 
-    class Layer(nn.Module):
-        def __init__(self, experts: torch.Tensor) -> None:
-            super().__init__()
-            self.router, self.experts = nn.Linear(8, 2), nn.ParameterList([experts])
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.router(x).sum() + sum(w.sum() for w in self.experts)
-
-    def message(call: object, *args: object, **options: object) -> None:
-        assert callable(call)
-        try:
-            call(*args, **options)
-        except Exception as error:
-            messages.append(str(error))
-
-    both = Layer(distribute_tensor(full, mesh["ep"], [Shard(0)]))
-    plain = Layer(full.chunk(2)[dist.get_rank()] * (1 + dist.get_rank()))
+@on_ranks()
+def test_messages_of_experts_on_a_mesh_of_their_own(tmp_path: Path) -> None:
+    experts = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "ep"))["ep"]
+    ranks = init_device_mesh("cpu", (2,))
+    both = Layer(distribute_tensor(torch.ones(2, 8, 8), experts, [Shard(0)]))
+    plain = Layer(torch.full((1, 8, 8), float(dist.get_rank())))
     for layer in (both, plain):
-        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), ignored_params={layer.experts[0]})
+        fully_shard(layer, mesh=ranks, ignored_params={layer.experts[0]})
     for parameter in both.parameters():
         parameter.grad = torch.ones_like(parameter)
-    message(nn.utils.clip_grad_norm_, both.parameters(), 1.0)
-    message(save_distributed, folder, plain, step=1)
+    with pytest.raises(Exception, match=r"All operands in aten\.stack\.default must have the same mesh"):
+        nn.utils.clip_grad_norm_(both.parameters(), 1.0)
+    one = "If each rank has experts of its own, make them one DTensor over their mesh"
+    with pytest.raises(Exception, match=one):
+        save_distributed(tmp_path, plain, step=1)
     uneven = Layer(torch.ones(2, 9, 8))
-    message(
-        fully_shard,
-        uneven,
-        mesh=init_device_mesh("cpu", (2,)),
-        shard_placement_fn={uneven.experts[0]: Shard(1)}.get,
-    )
-    return messages
-
-
-def test_messages_of_experts_on_a_mesh_of_their_own(two_ranks: TwoRanks, tmp_path: Path) -> None:
-    for clip, save, uneven in two_ranks(expert_parallel, tmp_path):
-        assert RAISES_MESHES in clip
-        assert "If each rank has experts of its own, make them one DTensor over their mesh" in save
-        assert "FSDP does not support uneven sharding on dim 1" in uneven
+    with pytest.raises(Exception, match="FSDP does not support uneven sharding on dim 1"):
+        fully_shard(uneven, mesh=ranks, shard_placement_fn={uneven.experts[0]: Shard(1)}.get)

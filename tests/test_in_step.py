@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -33,217 +33,150 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_utils import check_in_step, record_collectives, run_on_ranks
 from fsdp_utils.collectives import OutOfStep
+from tests.on_ranks import on_ranks
 
-WAIT_S = 5.0  # the longest that a collective of these tests waits
+WAIT_S = 2.0  # the longest that a collective of ranks that part waits
 WAIT = timedelta(seconds=WAIT_S)
 
 
 def sharded() -> nn.Sequential:
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    _set_pg_timeout(WAIT, mesh.get_group())
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for part in [*model, model]:
-        fully_shard(part, mesh=mesh)
+        fully_shard(part)
     return model
 
 
-def train_step(model: nn.Module) -> torch.Tensor:
+def train_step(model: nn.Module) -> None:
     loss = model(torch.randn(4, 8)).square().mean()
     loss.backward()
-    return loss.detach()
 
 
-def told(program: Callable[[], Any], **options: Any) -> tuple[str, float, str, str]:
-    """Run a program under check_in_step on this rank; returns the error, seconds, the report and stderr."""
-    _set_pg_timeout(WAIT, dist.group.WORLD)
+class Told(NamedTuple):
+    error: str  # with its notes
+    kind: str  # the class of the error
+    seconds: float
+    report: str
+    printed: str
+
+
+def told(program: Callable[[], Any], *, wait_s: float = WAIT_S, **options: Any) -> Told:
+    """Run a program under check_in_step on this rank."""
+    _set_pg_timeout(timedelta(seconds=wait_s), dist.group.WORLD)
     warnings.simplefilter("ignore")  # torch's own, on stderr
     dist.barrier()
-    error, began, printed, check = "", time.monotonic(), io.StringIO(), None
+    error = kind = ""
+    began, printed, check = time.monotonic(), io.StringIO(), None
     with contextlib.redirect_stderr(printed):
         try:
             with check_in_step(**options) as check:
                 program()
-        except OutOfStep as raised:
-            error = str(raised)
-    return error, time.monotonic() - began, check.report if check else "", printed.getvalue()
+        except Exception as raised:
+            kind = type(raised).__name__
+            error = "\n".join([str(raised), *getattr(raised, "__notes__", [])])
+    seconds = time.monotonic() - began
+    return Told(error, kind, seconds, check.report if check else "", printed.getvalue())
 
 
-def in_step(_: Path) -> tuple[str, float, str, str]:
-    model = sharded()
-
-    def program() -> None:
-        for _ in range(30):
-            train_step(model)
-            dist.broadcast(torch.ones(1), src=0)
-            dist.all_gather_object([None] * dist.get_world_size(), "x" * 100 * dist.get_rank())
-
-    return told(program)
+def told_each(program: Callable[[], Any], ranks: int = 2, **options: Any) -> list[Told]:
+    """Run a program under check_in_step; returns what each rank is told."""
+    return run_on_ranks(partial(told, program, **options), world_size=ranks)
 
 
-def branch_on_the_local_loss() -> tuple[str, float, str, str]:
-    def program() -> None:
-        for step in range(2000):
-            loss = torch.tensor(1.0 if step != 100 or dist.get_rank() else 0.5)
-            if loss < 1.0:
-                dist.all_reduce(torch.zeros(1))  # the better loss
-            else:
-                dist.all_reduce(torch.ones(1))  # the usual one
-            time.sleep(0.005)
-
-    return told(program)
+# ---- programs that part
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_equal_calls_from_two_lines_are_found_while_both_go_on(ranks):
-    results = run_on_ranks(branch_on_the_local_loss, world_size=ranks, timeout=60)
-    others = "rank 1" if ranks == 2 else "ranks 1, 2, 3"
-    for error, seconds, _, _ in results:
-        assert error.startswith("the ranks part at collective 101 of all ranks.\n"), error
-        assert "  rank 0: all_reduce of float32[1] by SUM, at test_in_step.py:" in error
-        assert "`dist.all_reduce(torch.zeros(1))  # the better loss`" in error
-        assert f"  {others}: all_reduce of float32[1] by SUM, at test_in_step.py:" in error
-        assert error.endswith("use check_in_step(by_line=False).")
-        assert seconds < 9  # it would run for more than ten seconds
-    assert [bool(printed) for *_, printed in results] == [True] + [False] * (ranks - 1)
-
-
-def branch_with_a_late_rank() -> tuple[str, float, str, str]:
-    def program() -> None:
-        time.sleep(0.9 if dist.get_rank() == 2 else 0.0)
-        if dist.get_rank() == 0:
+def branch_on_the_local_loss() -> None:
+    for step in range(2000):
+        if step == 100 and dist.get_rank() == 3:
+            time.sleep(0.9)  # the report waits for the call of a rank that is a little late
+        if step == 100 and dist.get_rank() == 0:
             dist.all_reduce(torch.zeros(1))  # the better loss
         else:
             dist.all_reduce(torch.ones(1))  # the usual one
+        time.sleep(0.005)
 
-    return told(program)
 
-
-def test_the_report_waits_for_the_call_of_a_rank_that_is_a_little_late():
-    for error, *_ in run_on_ranks(branch_with_a_late_rank, world_size=3, timeout=60):
-        assert "  ranks 1, 2: all_reduce of float32[1] by SUM, at test_in_step.py:" in error
-        assert "has not called it" not in error
+def test_equal_calls_from_two_lines_are_found_while_both_go_on():
+    results = told_each(branch_on_the_local_loss, ranks=4)
+    for error, _, seconds, _, _ in results:
+        assert error.startswith("the ranks part at collective 101 of all ranks.\n"), error
+        assert "  rank 0: all_reduce of float32[1] by SUM, at test_in_step.py:" in error
+        assert "`dist.all_reduce(torch.zeros(1))  # the better loss`" in error
+        assert "  ranks 1, 2, 3: all_reduce of float32[1] by SUM, at test_in_step.py:" in error
+        assert error.endswith("use check_in_step(by_line=False).")
+        assert seconds < 9  # it would run for more than ten seconds
+    assert [bool(each.printed) for each in results] == [True, False, False, False]
 
 
 SUM = "  rank 0: all_reduce of float32[2, 3] by SUM"
-WRONG = {
-    "dtype": (SUM, "  rank 1: all_reduce of int32[2, 3] by SUM"),
-    "op": (SUM, "  rank 1: all_reduce of float32[2, 3] by MAX"),
-    "shape": (SUM, "  rank 1: all_reduce of float32[3, 2] by SUM"),
-    "shape given": ("  rank 0: all_gather of float32[2, 3]", "  rank 1: all_gather of float32[6]"),
-    "kind": (SUM, "  rank 1: broadcast of float32[2, 3] from rank 0"),
-    "broadcast": tuple(f"  rank {n}: broadcast of float32[2, 3] from rank {n}" for n in range(2)),
-    "reduce": tuple(f"  rank {n}: reduce of float32[2, 3] by SUM to rank {n}" for n in range(2)),
-    "numbers": ("\n  rank 1 gives 3 elements to rank 0, which takes 6\n",),
-}
-
-
-def pass_other_arguments() -> dict[str, tuple[str, float, str, str]]:
-    rank, x = dist.get_rank(), torch.ones(2, 3)
-    gives, takes = ([1, 1], [2, 1]) if rank else ([1, 2], [1, 2])
-    programs: dict[str, Callable[..., Any]] = {
-        "dtype": lambda group: dist.all_reduce([x, x.int()][rank], group=group),
-        "op": lambda group: dist.all_reduce(x, [dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank], group),
-        "shape": lambda group: dist.all_reduce([x, x.T.contiguous()][rank], group=group),
-        # gloo refuses it on rank 0 before rank 1 has come
-        "shape given": lambda group: (
+COUNTS = [([1, 2], [1, 2]), ([1, 1], [2, 1])]  # by rank: how many rows it gives to each, and takes
+# by what differs: a call with a rank, x of float32[2, 3] and a group; and what is told of it
+PARTING: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "dtype": (
+        lambda rank, x, group: dist.all_reduce([x, x.int()][rank], group=group),
+        (SUM, "  rank 1: all_reduce of int32[2, 3] by SUM"),
+    ),
+    "op": (
+        lambda rank, x, group: dist.all_reduce(x, [dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank], group),
+        (SUM, "  rank 1: all_reduce of float32[2, 3] by MAX"),
+    ),
+    "shape": (
+        lambda rank, x, group: dist.all_reduce([x, x.T.contiguous()][rank], group=group),
+        (SUM, "  rank 1: all_reduce of float32[3, 2] by SUM"),
+    ),
+    # gloo refuses it on rank 0 before rank 1 has come
+    "shape given": (
+        lambda rank, x, group: (
             time.sleep(0.7 * rank),
             dist.all_gather_into_tensor(torch.ones(12), [x, x.view(6)][rank], group),
         ),
-        "kind": lambda group: (dist.broadcast if rank else dist.all_reduce)(
-            x, **({"src": 0} if rank else {}), group=group
+        ("  rank 0: all_gather of float32[2, 3]", "  rank 1: all_gather of float32[6]"),
+    ),
+    "kind": (
+        lambda rank, x, group: dist.broadcast(x, 0, group=group) if rank else dist.all_reduce(x, group=group),
+        (SUM, "  rank 1: broadcast of float32[2, 3] from rank 0"),
+    ),
+    "broadcast": (
+        lambda rank, x, group: dist.broadcast(x, src=rank, group=group),
+        tuple(f"  rank {n}: broadcast of float32[2, 3] from rank {n}" for n in range(2)),
+    ),
+    "reduce": (
+        lambda rank, x, group: dist.reduce(x, dst=rank, group=group),
+        tuple(f"  rank {n}: reduce of float32[2, 3] by SUM to rank {n}" for n in range(2)),
+    ),
+    "numbers": (
+        lambda rank, x, group: dist.all_to_all_single(
+            torch.ones(sum(COUNTS[rank][1]), 3),
+            torch.ones(sum(COUNTS[rank][0]), 3),
+            *COUNTS[rank][::-1],
+            group,
         ),
-        "broadcast": lambda group: dist.broadcast(x, src=rank, group=group),
-        "reduce": lambda group: dist.reduce(x, dst=rank, group=group),
-        "numbers": lambda group: dist.all_to_all_single(
-            torch.ones(sum(takes), 3), torch.ones(sum(gives), 3), takes, gives, group
-        ),
-    }
-    found = {}
-    for name in WRONG:
-        group = dist.new_group()
-        dist.barrier(group)
-        _set_pg_timeout(WAIT, group)
-        found[name] = told(partial(programs[name], group), by_line=False)
-    return found
+        ("\n  rank 1 gives 3 elements to rank 0, which takes 6\n",),
+    ),
+}
 
 
 def test_arguments_that_differ_are_named_by_rank(two_ranks):
-    results = two_ranks(pass_other_arguments)
-    for name, lines in WRONG.items():
+    def fn() -> dict[str, Told]:
+        found = {}
+        for name, (call, _) in PARTING.items():
+            group = dist.new_group()
+            dist.barrier(group)
+            _set_pg_timeout(WAIT, group)
+            program = partial(call, dist.get_rank(), torch.ones(2, 3), group)
+            found[name] = told(program, wait_s=10, by_line=False)
+        return found
+
+    results = two_ranks(fn)
+    for name, (_, lines) in PARTING.items():
         for found in results:
-            error, seconds, _, _ = found[name]
+            error = found[name].error
             assert error.startswith("the ranks part at collective 1 of all ranks.\n"), (name, error)
             assert [line for line in lines if line not in f"{error}\n"] == []
             assert "by_line" not in error
-            assert seconds < WAIT_S + 6
-        assert "the ranks part" in results[0][name][3]
-
-
-def call_with_what_may_differ(_: Path) -> tuple[str, float, str, str]:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    halves = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    half, x = halves[rank % 2], torch.ones(2, 3)
-
-    def program() -> None:
-        for step in range(3):
-            counts = [[(source + target + step) % 3 for target in range(world)] for source in range(world)]
-            gives, takes = counts[rank], [row[rank] for row in counts]
-            dist.all_to_all_single(torch.ones(sum(takes), 2), torch.ones(sum(gives), 2), takes, gives)
-            dist.all_to_all([torch.ones(2)] * world, [torch.ones(2)] * world)
-        functional.all_to_all_single(torch.ones(8), None, None, dist.group.WORLD).sum()
-        functional.all_reduce(x, "sum", dist.group.WORLD).sum()
-        functional.reduce_scatter_tensor(torch.ones(8), "sum", 0, dist.group.WORLD).sum()
-        dist.broadcast(x, src=rank % 2, group=half)  # a rank of each half, as a global number ...
-        dist.reduce(x, group_dst=1, group=half)  # ... and as one of the group
-        dist.gather(x, [torch.ones(2, 3) for _ in range(world)] if rank == 1 else None, dst=1)
-        dist.scatter(x, [torch.ones(2, 3) for _ in range(world)] if rank == 1 else None, src=1)
-        dist.all_reduce(torch.ones(()) if rank else torch.ones(1, 1))
-        dist.all_reduce_coalesced([x, x[:, 0].clone()])
-        dist.broadcast_object_list(["x" * 9, 1] if rank == 0 else [None, None], src=0)
-        if rank == 0:
-            dist.gather_object("", [None] * world)
-        else:
-            dist.gather_object("x" * rank)
-        dist.scatter_object_list([None], ["x" * n for n in range(world)] if rank == 0 else [None] * world)
-        work = dist.all_reduce(x, async_op=bool(rank))
-        if work is not None:
-            work.wait()
-        dist.monitored_barrier()
-        dist.barrier()
-
-    return told(program)
-
-
-def train_in_parallel(folder: Path) -> tuple[str, float, str, str]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-
-    def part() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 7))
-
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-
-    def program() -> None:
-        flat, wrapped = FSDP(part(), device_id=torch.device("cpu")), DistributedDataParallel(part())
-        both = fully_shard(parallelize_module(part(), mesh["tp"], plan), mesh=mesh["dp"])
-        hybrid = fully_shard(part(), mesh=mesh)
-        for model in (flat, wrapped, both, hybrid):
-            optimizer = torch.optim.AdamW(model.parameters())
-            for _ in range(2):
-                model(torch.randn(3, 7)).square().mean().backward()
-                optimizer.step()
-            state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-            dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
-            set_state_dict(
-                model,
-                optimizer,
-                model_state_dict=state[0],
-                optim_state_dict=state[1],
-                options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=model in (both, hybrid)),
-            )
-
-    return told(program, after_s=30)
+            assert found[name].seconds < 11
+        assert "the ranks part" in results[0][name].printed
 
 
 def hang_by_root() -> None:
@@ -253,99 +186,84 @@ def hang_by_root() -> None:
 
 def test_a_hang_of_all_ranks_is_reported_with_what_each_has_called(two_ranks, capfd):
     with pytest.raises(TimeoutError, match="They stand at"):
-        two_ranks(hang_by_root, timeout=5)
+        two_ranks(hang_by_root, timeout=4)
     report = r"rank 0: broadcast of .* from rank 0.*\n.*rank 1: .* from rank 1"
     assert re.search(report, capfd.readouterr().err)
 
 
-def early_stop() -> tuple[str, float, str, str]:
+def early_stop() -> None:
     model = sharded()
-
-    def program() -> None:
-        for step in range(5):
-            if step == 3 and dist.get_rank() == 1:
-                break
-            train_step(model)
-
-    return told(program)
+    for _ in range(3 if dist.get_rank() == 1 else 5):
+        train_step(model)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_that_stops_early_is_named_with_the_unit_that_waits_for_it(ranks):
-    results = run_on_ranks(early_stop, world_size=ranks, timeout=60)
-    others = "rank 0" if ranks == 2 else "ranks 0, 2, 3"
-    for error, seconds, _, _ in results:
+def test_a_rank_that_stops_early_is_named_with_the_unit_that_waits_for_it():
+    results = told_each(early_stop, ranks=4)
+    for error, _, seconds, _, _ in results:
         assert "waits for rank 1.\n" in error, error
-        assert f"  {others}: all_gather" in error
+        assert "  ranks 0, 2, 3: all_gather" in error
         assert ", at test_in_step.py:" in error
         assert "`loss = model(torch.randn(4, 8)).square().mean()`" in error
         assert "  rank 1: has left the block; its last: reduce_scatter" in error
-        assert seconds < WAIT_S + 6
-    assert results[1][1] < 5  # the rank that left does not wait for the time-out
+        assert seconds < 11
+    assert results[1].seconds < 5  # the rank that left does not wait for the time-out
 
 
-def raises_alone() -> tuple[str, str]:
-    _set_pg_timeout(WAIT, dist.group.WORLD)
-    try:
-        with check_in_step():
-            dist.all_reduce(torch.ones(1))
-            if dist.get_rank() == 1:
-                raise KeyError("mine")
-            dist.all_reduce(torch.ones(1))
-    except Exception as error:
-        return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", [])])
-    return "", ""
+def raise_alone() -> None:
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == 1:
+        raise KeyError("mine")
+    dist.all_reduce(torch.ones(1))
 
 
-def test_a_rank_that_raises_keeps_its_error_and_is_named_to_the_others(two_ranks):
-    (kind_0, text_0), (kind_1, text_1) = two_ranks(raises_alone)
-    assert (kind_0, kind_1) == ("OutOfStep", "KeyError")
-    for text in (text_0, text_1):
-        assert "collective 2 of all ranks waits for rank 1" in text
-        assert "  rank 1: left the block by KeyError; its last: all_reduce of float32[1] by SUM" in text
+def test_a_rank_that_raises_keeps_its_error_and_is_named_to_the_others():
+    results = told_each(raise_alone)
+    assert [each.kind for each in results] == ["OutOfStep", "KeyError"]
+    for error, *_ in results:
+        assert "collective 2 of all ranks waits for rank 1" in error
+        assert "  rank 1: left the block by KeyError; its last: all_reduce of float32[1] by SUM" in error
 
 
-def slow() -> tuple[str, float, str, str]:
-    def program() -> None:
+def in_half_of_a_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    for name in ("a", "b"):
+        _set_pg_timeout(WAIT, mesh.get_group(name))
+    for _ in range(3 if dist.get_rank() == 2 else 4):
+        dist.all_reduce(torch.ones(1), group=mesh.get_group("b"))
+
+
+def test_ranks_of_a_mesh_are_compared_within_their_group():
+    for error, *_ in told_each(in_half_of_a_mesh, ranks=4):
+        assert "collective 4 of the group of ranks 2, 3 waits for rank 2.\n" in error
+        assert "rank 0" not in error
+
+
+# ---- programs that are right
+
+
+def slow() -> None:
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == 1:
+        time.sleep(3)  # such as an evaluation
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_long_wait_is_reported_once_with_the_line_of_the_slow_rank_and_raises_nothing():
+    first, second = told_each(slow, wait_s=10, after_s=1)
+    assert (first.error, second.error, second.printed) == ("", "", "")
+    assert first.printed.count("check_in_step: collective 2 of all ranks waits for rank 1.\n") == 1
+    assert "rank 1: has not called it, and stands at test_in_step.py:" in first.printed
+    assert "`time.sleep(3)  # such as an evaluation`" in first.printed
+
+
+def two_lines() -> None:
+    if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1))
-        if dist.get_rank() == 1:
-            time.sleep(3.5)  # such as an evaluation
+    else:
         dist.all_reduce(torch.ones(1))
 
-    return told(program, after_s=1)
 
-
-def test_a_long_wait_is_reported_once_with_the_line_of_the_slow_rank_and_raises_nothing(two_ranks):
-    results = two_ranks(slow)
-    assert [error for error, *_ in results] == ["", ""]
-    printed = results[0][3]
-    assert printed.count("check_in_step: collective 2 of all ranks waits for rank 1.\n") == 1
-    assert "rank 1: has not called it, and stands at test_in_step.py:" in printed
-    assert "`time.sleep(3.5)  # such as an evaluation`" in printed
-    assert results[1][3] == ""
-
-
-def branch_without_lines(_: Path) -> tuple[str, float, str, str]:
-    def program() -> None:
-        if dist.get_rank() == 0:
-            dist.all_reduce(torch.ones(1))
-        else:
-            dist.all_reduce(torch.ones(1))
-
-    return told(program, by_line=False)
-
-
-def compute(_: Path) -> tuple[str, float, str, str]:
-    def program() -> None:
-        dist.barrier()
-        x, end = torch.ones(200, 200), time.monotonic() + 2.5
-        while time.monotonic() < end:
-            torch.ops.aten.mm(x, x)
-
-    return told(program, after_s=1)
-
-
-def leave_a_thread_behind(_: Path) -> tuple[str, float, str, str]:
+def leave_a_thread_behind() -> None:
     group = dist.new_group()
 
     def save() -> None:
@@ -353,70 +271,110 @@ def leave_a_thread_behind(_: Path) -> tuple[str, float, str, str]:
             dist.all_reduce(torch.ones(1), group=group)
             time.sleep(0.1)
 
-    thread = threading.Thread(target=save)
-
-    def program() -> None:
-        thread.start()
-        time.sleep(0.1 + dist.get_rank())
-
-    found = told(program)
-    thread.join()
-    return found
+    threading.Thread(target=save).start()
+    time.sleep(0.1 + dist.get_rank())
 
 
-@pytest.mark.parametrize(
-    ("program", "ranks"),
-    [
-        (in_step, 2),
-        (in_step, 4),
-        (branch_without_lines, 2),
-        (compute, 2),
-        (leave_a_thread_behind, 2),
-        (call_with_what_may_differ, 4),
-        (train_in_parallel, 4),
-    ],
-)
-def test_right_programs_hear_nothing(program: Any, ranks: int, tmp_path: Path) -> None:
-    for error, seconds, report, printed in run_on_ranks(program, tmp_path, world_size=ranks, timeout=120):
-        assert (error, report, printed) == ("", "", "")
-        assert seconds < 60
+def compute() -> None:
+    dist.barrier()
+    x, end = torch.ones(200, 200), time.monotonic() + 2.5
+    while time.monotonic() < end:
+        torch.ops.aten.mm(x, x)
 
 
-def in_half_of_a_mesh() -> tuple[str, float, str, str]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    for name in ("a", "b"):
-        _set_pg_timeout(WAIT, mesh.get_group(name))
-
-    def program() -> None:
-        for _ in range(3):
-            dist.all_reduce(torch.ones(1), group=mesh.get_group("b"))
-        if dist.get_rank() != 2:
-            dist.all_reduce(torch.ones(1), group=mesh.get_group("b"))
-
-    return told(program)
-
-
-def test_ranks_of_a_mesh_are_compared_within_their_group():
-    for error, _, _, _ in run_on_ranks(in_half_of_a_mesh, world_size=4, timeout=60):
-        assert "collective 4 of the group of ranks 2, 3 waits for rank 2.\n" in error
-        assert "rank 0" not in error
-
-
-def with_a_recording() -> tuple[str, int, int]:
+def train() -> None:
     model = sharded()
-    before = torch.ones(1)
+    for _ in range(30):
+        train_step(model)
+        dist.broadcast(torch.ones(1), src=0)
+        dist.all_gather_object([None] * dist.get_world_size(), "x" * 100 * dist.get_rank())
+
+
+def call_with_what_may_differ() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    halves = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    half, x = halves[rank % 2], torch.ones(2, 3)
+    for step in range(3):
+        counts = [[(source + target + step) % 3 for target in range(world)] for source in range(world)]
+        gives, takes = counts[rank], [row[rank] for row in counts]
+        dist.all_to_all_single(torch.ones(sum(takes), 2), torch.ones(sum(gives), 2), takes, gives)
+        dist.all_to_all([torch.ones(2)] * world, [torch.ones(2)] * world)
+    functional.all_to_all_single(torch.ones(8), None, None, dist.group.WORLD).sum()
+    functional.all_reduce(x, "sum", dist.group.WORLD).sum()
+    functional.reduce_scatter_tensor(torch.ones(8), "sum", 0, dist.group.WORLD).sum()
+    dist.broadcast(x, src=rank % 2, group=half)  # a rank of each half, as a global number ...
+    dist.reduce(x, group_dst=1, group=half)  # ... and as one of the group
+    dist.gather(x, [torch.ones(2, 3) for _ in range(world)] if rank == 1 else None, dst=1)
+    dist.scatter(x, [torch.ones(2, 3) for _ in range(world)] if rank == 1 else None, src=1)
+    dist.all_reduce(torch.ones(()) if rank else torch.ones(1, 1))
+    dist.all_reduce_coalesced([x, x[:, 0].clone()])
+    dist.broadcast_object_list(["x" * 9, 1] if rank == 0 else [None, None], src=0)
+    if rank == 0:
+        dist.gather_object("", [None] * world)
+    else:
+        dist.gather_object("x" * rank)
+    dist.scatter_object_list([None], ["x" * n for n in range(world)] if rank == 0 else [None] * world)
+    work = dist.all_reduce(x, async_op=bool(rank))
+    if work is not None:
+        work.wait()
+    dist.monitored_barrier()
+    dist.barrier()
+
+
+def train_in_parallel() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+
+    def part() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 7))
+
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    flat, wrapped = FSDP(part(), device_id=torch.device("cpu")), DistributedDataParallel(part())
+    both = fully_shard(parallelize_module(part(), mesh["tp"], plan), mesh=mesh["dp"])
+    hybrid = fully_shard(part(), mesh=mesh)
+    for model in (flat, wrapped, both, hybrid):
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.randn(3, 7)).square().mean().backward()
+            optimizer.step()
+        state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id="saved")
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state[0],
+            optim_state_dict=state[1],
+            options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=model in (both, hybrid)),
+        )
+
+
+# by the number of ranks: programs, which are one after another, and the options of check_in_step
+RIGHT: dict[int, list[tuple[Callable[[], None], dict[str, Any]]]] = {
+    2: [(two_lines, {"by_line": False}), (leave_a_thread_behind, {}), (compute, {"after_s": 1})],
+    4: [(train, {}), (call_with_what_may_differ, {}), (train_in_parallel, {"after_s": 30})],
+}
+
+
+@pytest.mark.parametrize("ranks", RIGHT)
+def test_right_programs_hear_nothing(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def fn() -> list[Told]:
+        return [told(program, wait_s=30, **options) for program, options in RIGHT[ranks]]
+
+    for found in run_on_ranks(fn, world_size=ranks, timeout=100):
+        assert [(each.error, each.report, each.printed) for each in found] == [("", "", "")] * 3
+
+
+@on_ranks()
+def test_a_recording_inside_sees_all_that_it_sees_without() -> None:
+    model = sharded()
     with check_in_step() as check, record_collectives(model) as trace:
         train_step(model)
     with record_collectives(model) as again:
         train_step(model)
-    dist.all_reduce(before)
-    return check.report, len(trace.events), len(again.events)
-
-
-def test_a_recording_inside_sees_all_that_it_sees_without(two_ranks):
-    for report, events, again in two_ranks(with_a_recording):
-        assert report == ""
-        assert events == again > 6
+    assert check.report == ""
+    assert len(trace.events) == len(again.events) > 6
 
 
 def test_without_a_process_group_it_does_nothing():

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_utils import Memory_Maximizer, MemoryReport, run_on_ranks
+from fsdp_utils import Memory_Maximizer, MemoryReport
 from fsdp_utils.memory import Reading
 from tests.imagined_device import GIB, ImaginedDevice
+from tests.on_ranks import on_ranks
 
 
 def measured(device: ImaginedDevice, batch_sizes: list[int], *, verbose: bool = False) -> MemoryReport:
@@ -140,46 +141,37 @@ def test_advice(monkeypatch, device, batch_size, told):
 # ---- several ranks
 
 
+@on_ranks(4)
 def test_retries_on_one_rank_of_four_are_in_the_report_of_all():
-    def train() -> tuple[MemoryReport, str]:
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            report = measured(ImaginedDevice(), [17 if dist.get_rank() == 2 else 12] * 3, verbose=True)
-        return report, printed.getvalue()
-
-    results = run_on_ranks(train, world_size=4)
-    lines = results[0][1].splitlines()
-    assert [printed for _, printed in results[1:]] == ["", "", ""]
+    rank = dist.get_rank()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        report = measured(ImaginedDevice(), [17 if rank == 2 else 12] * 3, verbose=True)
+    lines = str(report).splitlines()
+    assert printed.getvalue().splitlines() == ([] if rank else lines)
     assert lines[0] == "Memory over 3 steps, 4 of 4 ranks (imagined)"
     assert lines[1] == "  reserved    21.49 GiB = 97.7% of 22.00 GiB on rank 2, the fullest"
     assert lines[3] == "  retries     3"
     assert any("Even out the ranks: rank 2" in line for line in lines)
-    for rank, (report, _) in enumerate(results):
-        assert str(report) == str(results[0][0])
-        assert (report.num_alloc_retries, report.worst.rank) == (3, 2)
-        assert report.samples_per_s == pytest.approx(3 * (3 * 12 + 17) / (3 * 7.6))
-        assert [step.retries for step in report.history] == [rank == 2] * 3
+    assert (report.num_alloc_retries, report.worst.rank) == (3, 2)
+    assert report.samples_per_s == pytest.approx(3 * (3 * 12 + 17) / (3 * 7.6))
+    assert [step.retries for step in report.history] == [rank == 2] * 3
 
 
-def test_created_on_rank_0_only_as_in_the_video_it_says_so_and_goes_on(two_ranks):
-    @patch("fsdp_utils.memory.maximizer._WAIT_S", 2.0)
-    def train() -> MemoryReport | None:
-        report = measured_alone() if dist.get_rank() == 0 else None
-        dist.barrier()
-        both = measured(ImaginedDevice(), [4])  # and the next measurement is of both
-        assert [rank.rank for rank in both.ranks] == [0, 1]
-        return report
-
-    def measured_alone() -> MemoryReport:
-        with Memory_Maximizer(ImaginedDevice(), verbose=False) as mm:
+@on_ranks()
+def test_created_on_rank_0_only_as_in_the_video_it_says_so_and_goes_on():
+    if dist.get_rank() == 0:
+        with (
+            patch("fsdp_utils.memory.maximizer._WAIT_S", 2.0),
+            Memory_Maximizer(ImaginedDevice(), verbose=False) as mm,
+        ):
             mm.update(4)
         assert mm.report is not None
-        return mm.report
-
-    report, nothing = two_ranks(train)
-    assert nothing is None
-    assert [rank.rank for rank in report.ranks] == [0]
-    assert "found only rank 0 after 2 s; missing: rank 1. Call it on every rank" in report.notes[0]
-    assert "1 of 2 ranks" in str(report)
+        assert [rank.rank for rank in mm.report.ranks] == [0]
+        assert "found only rank 0 after 2 s; missing: rank 1. Call it on every rank" in mm.report.notes[0]
+        assert "1 of 2 ranks" in str(mm.report)
+    dist.barrier()
+    both = measured(ImaginedDevice(), [4])  # and the next measurement is of both
+    assert [rank.rank for rank in both.ranks] == [0, 1]
 
 
 # ---- where the statistics come from

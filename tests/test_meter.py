@@ -10,6 +10,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fsdp_utils.lessons.meter import Meter
+from tests.on_ranks import on_ranks
 
 WIDTH = 8
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -40,38 +41,26 @@ def fsdp2_by_layer() -> nn.Module:
     return fully_shard(model)
 
 
-def fsdp2_in_one() -> nn.Module:
-    return fully_shard(layers())
-
-
 def fsdp1_by_layer() -> nn.Module:
     return FSDP(layers(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=torch.device("cpu"))
 
 
-def test_one_unit_is_gathered_once_and_whole_until_the_end_of_backward(two_ranks):
-    for measured in two_ranks(lambda: measure(fsdp2_in_one())):
-        assert measured == (1, 1, LAYERS * LAYER_BYTES, LAYERS * LAYER_BYTES, 0)
-
-
-def test_a_unit_that_is_gathered_again_counts_once(two_ranks):
-    def forward_twice() -> int:
-        model = fsdp2_by_layer()
-        with torch.no_grad(), Meter(model.parameters()) as meter:
-            for _ in range(2):
-                model(torch.ones(2, WIDTH))
-        return meter.peak_whole_bytes
-
-    assert two_ranks(forward_twice) == [LAYER_BYTES, LAYER_BYTES]
-
-
-def test_units_by_layer_are_gathered_twice_and_at_most_two_are_whole(two_ranks):
+@on_ranks()
+def test_units_are_counted_and_at_most_two_are_whole() -> None:
+    whole = LAYERS * LAYER_BYTES
+    assert measure(fully_shard(layers())) == (1, 1, whole, whole, 0)  # until the end of backward
     # the backward pass of both gathers the next layer while it works on this one
     for build in (fsdp2_by_layer, fsdp1_by_layer):
-        for measured in two_ranks(lambda build=build: measure(build())):
-            assert measured[:4] == (2 * LAYERS, LAYERS, 2 * LAYERS * LAYER_BYTES, 2 * LAYER_BYTES), build
+        assert measure(build())[:4] == (2 * LAYERS, LAYERS, 2 * whole, 2 * LAYER_BYTES)
+    model = fsdp2_by_layer()
+    with torch.no_grad(), Meter(model.parameters()) as meter:
+        for _ in range(2):
+            model(torch.ones(2, WIDTH))
+    assert meter.peak_whole_bytes == LAYER_BYTES  # a unit that is gathered again counts once
 
 
-def gather_by_hand() -> tuple[int, int, int, list[int]]:
+@on_ranks()
+def test_calls_of_torch_distributed_count_and_freed_tensors_do_not() -> None:
     shard = torch.full((4,), float(dist.get_rank()))
     with Meter([shard]) as meter:
         whole = torch.empty(8)
@@ -80,13 +69,9 @@ def gather_by_hand() -> tuple[int, int, int, list[int]]:
         other = torch.zeros(100)
         mine = torch.empty(50)
         dist.reduce_scatter(mine, list(other.chunk(2)))
-    return meter.all_gathers, meter.reduce_scatters, meter.peak_tensor_bytes, sorted(set(meter.whole_bytes))
-
-
-def test_calls_of_torch_distributed_count_and_freed_tensors_do_not(two_ranks):
-    for gathers, reduces, peak, whole in two_ranks(gather_by_hand):
-        assert (gathers, reduces, whole) == (1, 1, [0, 32])
-        assert peak == 4 * (4 + 100 + 50)  # the shard and what came after the whole was freed
+    assert (meter.all_gathers, meter.reduce_scatters) == (1, 1)
+    assert set(meter.whole_bytes) == {0, 32}
+    assert meter.peak_tensor_bytes == 4 * (4 + 100 + 50)  # the shard and what came after the whole was freed
 
 
 def test_with_a_device_only_its_tensors_count():
@@ -101,13 +86,10 @@ def test_with_a_device_only_its_tensors_count():
     assert peaks == {"None": (48, 4 * 1022), "cpu": (20, 4 * 1005), "meta:0": (28, 4 * 17)}
 
 
-def redistribute() -> tuple[int, int, int]:
+@on_ranks()
+def test_the_functional_collectives_of_dtensor_count_as_well() -> None:
     mesh, piece = init_device_mesh("cpu", (2,)), torch.ones(WIDTH)
     with Meter() as meter:
         DTensor.from_local(piece, mesh, [Shard(0)]).redistribute(mesh, [Replicate()]).to_local()
         DTensor.from_local(piece, mesh, [Partial()]).redistribute(mesh, [Shard(0)]).to_local()
-    return meter.all_gathers, meter.reduce_scatters, meter.gathered_bytes
-
-
-def test_the_functional_collectives_of_dtensor_count_as_well(two_ranks):
-    assert two_ranks(redistribute) == [(1, 1, 2 * WIDTH * 4)] * 2
+    assert (meter.all_gathers, meter.reduce_scatters, meter.gathered_bytes) == (1, 1, 2 * WIDTH * 4)

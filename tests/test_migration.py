@@ -1,4 +1,4 @@
-"""Configs of four frameworks: what comes of each, held against golden files and against the frameworks.
+"""Configs of four frameworks: what comes of each, held against golden files, and built.
 
 Each line of data/public_configs.jsonl is a public file: where it is, its keys and values as far as they
 matter, and what it asks for. data/translations.json holds what `translate` says of these (by number) and of
@@ -7,16 +7,11 @@ number.
 """
 
 import json
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -24,11 +19,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_utils import translate
-from fsdp_utils.migration import Translation, TranslationError
+from fsdp_utils.migration import TranslationError
 from tests.blocks import Block
+from tests.on_ranks import fake_group
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = json.loads((DATA / "translations.json").read_text())
@@ -48,34 +43,6 @@ def test_rows_and_code_are_those_on_record(case: dict[str, Any]) -> None:
     assert found.state_dict == case["state_dict"]
 
 
-def outcome(config: dict[str, Any]) -> dict[str, Any]:
-    """What comes out, without what is as a Translation has it by default."""
-    try:
-        found = translate(config)
-    except TranslationError as error:
-        return {"refused": str(error).partition(":")[0]}
-    sharded: dict[str, Any] = {} if found.ddp else {"reshard_after_forward": found.reshard_after_forward}
-    if not found.ddp:
-        for name in ("copies", "shard_size", "tensor_parallel", "param_dtype", "reduce_dtype", "offload"):
-            if (value := getattr(found, name)) != getattr(Translation(""), name):
-                sharded[name] = value
-        if not found.pin_memory:
-            sharded["pin_memory"] = False
-    return {
-        "framework": found.framework,
-        **({"ddp": True} if found.ddp else sharded),
-        **({} if found.blocks is None else {"blocks": list(found.blocks)}),
-        **({"checkpointing": True} if found.checkpointing else {}),
-        "state_dict": found.state_dict,
-        "lost": [row.key for row in found.rows if not row.has_counterpart],
-    }
-
-
-@pytest.mark.parametrize("public", PUBLIC, ids=NAMES)
-def test_what_comes_out(public: dict[str, Any]) -> None:
-    assert outcome(public["config"]) == public["expected"]
-
-
 # --- built
 
 
@@ -85,15 +52,6 @@ class Model(nn.Module):
         kinds = [type(name, (Block,), {}) for name in names]
         self.blocks = nn.ModuleList(kind(16, 32) for kind in kinds for _ in range(2))
         self.head = nn.Linear(16, 16)
-
-
-@contextmanager
-def fake_group(ranks: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("public", TRANSLATED, ids=[NAMES[PUBLIC.index(public)] for public in TRANSLATED])
@@ -107,8 +65,14 @@ def test_the_code_builds_what_is_asked_for(public: dict[str, Any], monkeypatch: 
     exec(code.replace("CPUOffloadPolicy()", "CPUOffloadPolicy(pin_memory=False)"), names)  # no GPU to pin for
     blocks = asked.get("blocks", ["Block"])
     plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    updated = torch.float32 if ".float()" in code.replace("# model.float()", "") else torch.bfloat16
+    model = Model(blocks or ["Block"]).bfloat16()
+    model.head.bias.requires_grad_(False)
     with fake_group(copies * size * tp):
-        model = names["shard_model"](Model(blocks or ["Block"]), *([plan] if tp > 1 else []))
+        model = names["shard_model"](model, *([plan] if tp > 1 else []))
+        assert {p.dtype for p in model.parameters() if p.requires_grad} == {updated}
+        frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
+        assert frozen == {updated if asked.get("ddp") else torch.bfloat16}
         parts = list(model.modules())
         wrapped = [part for part in parts if isinstance(part, CheckpointWrapper)]
         assert len(wrapped) == (2 * len(blocks) if asked.get("checkpointing") else 0)
@@ -135,86 +99,6 @@ def test_the_code_builds_what_is_asked_for(public: dict[str, Any], monkeypatch: 
         assert weight.device_mesh.size() == copies * size * tp
         if blocks:  # a shard of what a rank of the layer holds
             assert weight.to_local().numel() == weight.numel() // (size * tp)
-
-
-# --- held against the frameworks
-
-OF_ACCELERATE = [public for public in TRANSLATED if public["config"].get("distributed_type") == "FSDP"]
-OF_TRAINER = [
-    public
-    for public in TRANSLATED
-    if public["expected"]["framework"] == "transformers" and not public["expected"].get("ddp")
-]
-
-
-@pytest.mark.parametrize("public", OF_ACCELERATE, ids=lambda public: public["path"])
-def test_accelerates_own_launcher_sets_the_same(
-    public: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from accelerate import FullyShardedDataParallelPlugin
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.parallelism_config import ParallelismConfig
-    from accelerate.utils.launch import prepare_multi_gpu_env
-
-    file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(public["config"]))
-    command = launch_command_parser().parse_args(
-        ["--config_file", str(file), "--num_processes", "2", "train.py"]
-    )
-    arguments, _, _ = _validate_launch_command(command)
-    environment = prepare_multi_gpu_env(arguments)
-    off = {"FSDP_SYNC_MODULE_STATES": "false", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}  # ask for a GPU
-    for name, value in (environment | off).items():
-        if name.startswith(("FSDP", "PARALLELISM", "ACCELERATE")):
-            monkeypatch.setenv(name, value)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plugin, sizes = FullyShardedDataParallelPlugin(), ParallelismConfig()
-    asked = public["expected"]
-    strategy = plugin.sharding_strategy.name if plugin.fsdp_version == 1 else plugin.reshard_after_forward
-    assert strategy in ((True, "FULL_SHARD") if asked["reshard_after_forward"] else (False, "SHARD_GRAD_OP"))
-    assert plugin.state_dict_type.name == f"{asked['state_dict'].upper()}_STATE_DICT"
-    assert (plugin.auto_wrap_policy is None) == (asked.get("blocks") == [])
-    assert (plugin.transformer_cls_names_to_wrap or None) == (asked.get("blocks") or None)
-    assert plugin.activation_checkpointing == asked.get("checkpointing", False)
-    offload = plugin.cpu_offload
-    assert bool(getattr(offload, "offload_params", isinstance(offload, CPUOffloadPolicy))) == asked.get(
-        "offload", False
-    )
-    assert (
-        environment["ACCELERATE_MIXED_PRECISION"]
-        == {"bfloat16": "bf16", None: "no"}[asked.get("param_dtype")]
-    )
-    assert sizes.tp_size == asked.get("tensor_parallel", 1)
-    assert sizes.dp_replicate_size == asked.get("copies", 1)
-    if "shard_size" in asked:
-        assert sizes.dp_shard_size * sizes.cp_size == asked["shard_size"]
-
-
-@pytest.mark.parametrize("public", OF_TRAINER, ids=lambda public: public["path"])
-def test_transformers_gives_its_plugin_the_same(public: dict[str, Any]) -> None:
-    from transformers import TrainingArguments
-
-    config, asked = public["config"], public["expected"]
-    arguments = SimpleNamespace(
-        fsdp=config.get("fsdp", True),
-        fsdp_config=dict(config.get("fsdp_config", {})),
-        activation_checkpointing=False,
-        _apply_legacy_fsdp_to_config=TrainingArguments._apply_legacy_fsdp_to_config,
-    )
-    plugin = TrainingArguments._process_fsdp_args(arguments)  # type: ignore[arg-type]
-    assert plugin["reshard_after_forward"] is asked["reshard_after_forward"]
-    assert plugin["state_dict_type"] == f"{asked['state_dict'].upper()}_STATE_DICT"
-    assert plugin["auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
-    if "fsdp_transformer_layer_cls_to_wrap" not in config:  # an argument that transformers 5 does not have
-        assert plugin.get("transformer_cls_names_to_wrap", "") == ",".join(asked.get("blocks", []))
-    recomputed = plugin.get("activation_checkpointing") or config.get("gradient_checkpointing", False)
-    assert bool(recomputed) == asked.get("checkpointing", False)
-
-
-def in_fsdp1(strategy: str) -> dict[str, Any]:
-    fsdp = {"fsdp_sharding_strategy": strategy, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-    return {"distributed_type": "FSDP", "mixed_precision": "no", "fsdp_config": fsdp}
 
 
 def test_every_field_of_accelerates_config_is_known() -> None:
@@ -245,7 +129,10 @@ def test_files_are_read_and_frameworks_are_told(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         return translate(tmp_path / name).framework
 
-    assert file("a.yaml", yaml.safe_dump(in_fsdp1("FULL_SHARD"))) == "Accelerate"
+    assert (
+        file("a.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD}")
+        == "Accelerate"
+    )
     assert file("b.yml", yaml.safe_dump({"fsdp_config": {"mixed_precision": "FULL"}})) == "Composer"
     assert file("c.json", json.dumps({"zero_optimization": {"stage": 3}})) == "DeepSpeed"
     assert file("d.json", json.dumps({"transformer_layer_cls_to_wrap": ["A"]})) == "transformers"
@@ -290,7 +177,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stage": "auto"}}, r"stage: expected 0, 1, 2 or 3, found 'auto'. Give it"),
     ({**ZERO3, "bf16": {"enabled": True}, "fp16": {"enabled": True}}, r"fp16.enabled: .* found both enabled"),
     ({"distributed_type": "FSDP", "fsdp_config": 3}, r"fsdp_config: expected a section with keys, found 3"),
-    (in_fsdp1("FULL"), r"fsdp_config.fsdp_sharding_strategy: expected one of \['FULL_SHARD', 1\], .*'FULL'"),
+    (
+        {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "FULL"}},
+        r"fsdp_config.fsdp_sharding_strategy: expected one of \['FULL_SHARD', 1\], .*'FULL'",
+    ),
     ({"base_model": "x", "deepspeed": "z.json"}, r"deepspeed: expected fsdp, found DeepSpeed's settings"),
     (
         {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}},

@@ -89,8 +89,10 @@ def test_no_text_of_a_config_becomes_code_and_any_value_is_translated_or_refused
 ) -> None:
     assert outcome(base) == "translated"
     file, tried = tmp_path / "config.yaml", Counter[str]()
-    for value in VALUES:
-        for *path, key in places(base):  # as each value, and as a key beside it
+    for turn, value in enumerate(VALUES):
+        for number, (*path, key) in enumerate(places(base)):  # as each value, and as a key beside it
+            if value not in HOSTILE and (turn + number) % 3:
+                continue  # of what is only odd, a third of the places
             for put in ({key: value}, {value: value} if isinstance(value, Hashable) else {}):
                 config = copy.deepcopy(base)
                 section_of(config, tuple(path)).update(put)
@@ -123,11 +125,9 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a.toml", "", "a.toml: expected a file .json, .yaml or .yml"),
     ],
 )
-def test_a_file_that_is_no_config_is_one_error(
-    name: str, content: str | bytes, said: str, tmp_path: Path
-) -> None:
+def test_a_file_that_is_no_config_is_one_error(name: str, content: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / name
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    file.write_text(content)
     began = time.monotonic()
     with pytest.raises(TranslationError) as error:
         translate(file)

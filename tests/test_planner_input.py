@@ -5,17 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 pytest.importorskip("transformers")
 
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig
 
 from fsdp_utils import plan
 from fsdp_utils.planner.__main__ import main
 from tests.blocks import Block
+from tests.on_ranks import fake_group
 from tests.planner_net import SIZES, Net, tokens
 
 LLAMA = LlamaConfig(**SIZES, vocab_size=128)
@@ -64,12 +63,8 @@ def test_bad_input_gets_one_sentence(model: Any, options: dict[str, Any], senten
 
 
 def test_a_process_group_in_the_way_is_named() -> None:
-    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        with pytest.raises(RuntimeError, match="there is a process group already"):
-            plan(Net(), world_size=2, batch_size=2, inputs=tokens)
-    finally:
-        torch.distributed.destroy_process_group()
+    with fake_group(2), pytest.raises(RuntimeError, match="there is a process group already"):
+        plan(Net(), world_size=2, batch_size=2, inputs=tokens)
 
 
 # ---- what a folder brings with it ----------------------------------------------------------------------

@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_utils.lessons.probe import Probe
-from tests.sharded import TwoRanks
+from tests.on_ranks import on_ranks
 
 WIDTH = 8
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -31,11 +31,12 @@ def probed(steps: int, sharded: bool) -> tuple[list[int], bool]:
     return probe.row(), probe.optimizer is optimizer
 
 
-def test_what_is_held_sent_and_full_at_once(two_ranks: TwoRanks) -> None:
+@on_ranks()
+def test_what_is_held_sent_and_full_at_once() -> None:
     half = LAYER_BYTES // 2
     # a frozen layer has no gradient and no averages; its weight is not needed in backward, but is gathered
     expected = [3 * half, 2 * half, 4 * half, 6 * LAYER_BYTES, 2 * LAYER_BYTES, 2 * LAYER_BYTES]
-    assert two_ranks(probed, 4, True) == [(expected, True)] * 2
+    assert probed(4, True) == (expected, True)
 
 
 def test_without_fsdp_and_without_enough_steps() -> None:

@@ -116,16 +116,6 @@ def test_missing_venv_module_is_said_with_what_to_install(clone: Path, module: s
     assert not (clone / ".venv").exists()
 
 
-def test_full_disk_is_said_on_a_real_small_disk(clone: Path) -> None:
-    in_own_mounts = ["unshare", "--map-root-user", "--mount"]
-    mount = "mkdir .venv && mount -t tmpfs -o size=4m tmpfs .venv"
-    if not shutil.which("unshare") or run([*in_own_mounts, "sh", "-c", mount], clone).returncode != 0:
-        pytest.skip("this machine does not let us mount a small disk")
-    setup = f'mount -t tmpfs -o size=4m tmpfs .venv && exec "$0" {SETUP}'
-    done = run([*in_own_mounts, "sh", "-c", setup, sys.executable], clone)
-    assert "The disk is full (putting pip into .venv stopped)" in the_sentence(done)
-
-
 def test_no_network_is_said(made: Path) -> None:
     (made / "backend.py").write_text(BACKEND.replace("REQUIRES", "Requires-Dist: some-package\\n"))
     with socket.socket() as nobody_listens:

@@ -1,8 +1,8 @@
 """shard: which modules become units, that a sharded model trains as one process does, what is refused."""
 
-import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,17 +16,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.torch_version import TorchVersion
 
 from fsdp_utils import check_sharding, load_distributed, run_on_ranks, save_distributed, shard
-from tests.sharded import (
-    Block,
-    HandWritten,
-    Outcome,
-    TwoRanks,
-    assert_same,
-    compare,
-    fsdp1,
-    hand_written_batch,
-    whole,
-)
+from tests.on_ranks import case, on_ranks
+from tests.sharded import Block, HandWritten, assert_trains_alike, fsdp1, hand_written_batch, whole
 
 
 def hybrid_mesh(*shape: int) -> Any:
@@ -69,49 +60,35 @@ def batch_of_torch() -> dict[str, Any]:
     return {"src": x, "tgt": x.flip(0)}
 
 
-# The model, its batch, shard's options, how many modules are in units
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], dict[str, Any], int]] = {
-    "hand-written": (HandWritten, hand_written_batch, {}, 4),
-    "tied": (partial(HandWritten, tied=True), hand_written_batch, {}, 4),
-    "grad_op": (HandWritten, hand_written_batch, {"strategy": "grad_op"}, 4),
-    "tied, grad_op": (partial(HandWritten, tied=True), hand_written_batch, {"strategy": "grad_op"}, 4),
-    "of torch": (of_torch, batch_of_torch, {}, 5),
-    "partly frozen": (partly_frozen, hand_written_batch, {}, 4),
-    "checkpoint wrappers": (checkpoint_wrapped, hand_written_batch, {}, 4),
-    "sharing": (sharing, hand_written_batch, {}, 4),
+# by what is particular: the model, its batch, and shard's options
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], dict[str, Any]]] = {
+    "hand-written": (HandWritten, hand_written_batch, {}),
+    "tied": (partial(HandWritten, tied=True), hand_written_batch, {}),
+    "tied, grad_op": (partial(HandWritten, tied=True), hand_written_batch, {"strategy": "grad_op"}),
+    "of torch": (of_torch, batch_of_torch, {}),
+    "partly frozen": (partly_frozen, hand_written_batch, {}),
+    "checkpoint wrappers": (checkpoint_wrapped, hand_written_batch, {}),
+    "sharing": (sharing, hand_written_batch, {"problems": 1}),  # the root's unit has two of five blocks
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, Outcome]]:
-    def fn() -> dict[str, Outcome]:
-        return {name: compare(make, batch, **options) for name, (make, batch, options, _) in MODELS.items()}
-
-    return run_on_ranks(fn)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_sharded_model_has_the_loss_and_gradients_of_the_unsharded_one(outcomes: Any, name: str) -> None:
-    for of_rank in outcomes:
-        if name == "sharing":  # its root's unit has two of five blocks, which check_sharding says
-            of_rank[name].problems.clear()
-        assert_same(of_rank[name], units=MODELS[name][3])
+@on_ranks()
+def test_a_sharded_model_has_the_loss_and_gradients_of_the_unsharded_one() -> None:
+    for name, (make, batch, options) in MODELS.items():
+        with case(name):
+            assert_trains_alike(make, batch, 5 if name == "of torch" else 4, **options)
 
 
+@on_ranks(4)
 def test_hybrid_shards_within_a_host_and_replicates_over_hosts() -> None:
-    def fn() -> tuple[Outcome, list[str]]:
-        options: dict[str, Any] = {"mesh": hybrid_mesh(2, 2), "strategy": "hybrid"}
-        outcome = compare(HandWritten, hand_written_batch, **options)
-        return outcome, [
-            str(parameter.placements) for parameter in shard(HandWritten(), **options).parameters()
-        ]
-
-    for outcome, placements in run_on_ranks(fn, world_size=4):
-        assert_same(outcome, units=4)
-        assert set(placements) == {"(Replicate(), Shard(dim=0))"}
+    options: dict[str, Any] = {"mesh": hybrid_mesh(2, 2), "strategy": "hybrid"}
+    assert_trains_alike(HandWritten, hand_written_batch, 4, **options)
+    placements = {str(parameter.placements) for parameter in shard(HandWritten(), **options).parameters()}
+    assert placements == {"(Replicate(), Shard(dim=0))"}
 
 
-def test_which_modules_share_a_unit(two_ranks: TwoRanks) -> None:
+@on_ranks()
+def test_which_modules_share_a_unit() -> None:
     def units(model: nn.Module) -> list[list[str]]:
         by_state: dict[Any, list[str]] = {}
         for name, module in model.named_modules():
@@ -119,115 +96,89 @@ def test_which_modules_share_a_unit(two_ranks: TwoRanks) -> None:
                 by_state.setdefault(module._get_fsdp_state(), []).append(f"{type(module).__name__} {name}")
         return sorted(by_state.values())
 
-    shared, wrapped = two_ranks(lambda: [units(shard(sharing())), units(shard(checkpoint_wrapped()))])[0]
-    assert shared == [
+    assert units(shard(sharing())) == [
         ["FSDPBlock blocks.0", "FSDPBlock blocks.2"],
         ["FSDPBlock blocks.3"],
         ["FSDPHandWritten "],
     ]
-    assert wrapped == [*([f"FSDPCheckpointWrapper blocks.{i}"] for i in range(3)), ["FSDPHandWritten "]]
+    blocks = ([f"FSDPCheckpointWrapper blocks.{i}"] for i in range(3))
+    assert units(shard(checkpoint_wrapped())) == [*blocks, ["FSDPHandWritten "]]
 
 
-def test_the_strategy_decides_what_stays_gathered_after_forward(two_ranks: TwoRanks) -> None:
-    def fn(strategy: str) -> tuple[set[bool], bool]:
+@on_ranks()
+def test_the_strategy_decides_what_stays_gathered_after_forward() -> None:
+    for strategy, is_freed in (("full", True), ("grad_op", False)):
         model = shard(HandWritten(), strategy=strategy)
         model(**hand_written_batch())
+        assert {isinstance(parameter, DTensor) for parameter in model.blocks.parameters()} == {is_freed}
         inner = HandWritten()  # its root is none inside another one: torch's default would free it
         fully_shard(nn.Sequential(shard(inner, strategy=strategy)))(**{"input": hand_written_batch()["x"]})
-        sharded = {isinstance(parameter, DTensor) for parameter in model.blocks.parameters()}
-        return sharded, isinstance(inner.embedding.weight, DTensor)
-
-    assert two_ranks(fn, "full") == [({True}, True)] * 2
-    assert two_ranks(fn, "grad_op") == [({False}, False)] * 2
+        assert isinstance(inner.embedding.weight, DTensor) is is_freed
 
 
 # ---- policies, meshes and devices ----
 
 
-def test_policies_reach_every_unit(two_ranks: TwoRanks) -> None:
-    def fn() -> tuple[set[torch.dtype], set[torch.dtype], torch.dtype, list[str]]:
-        model = shard(
-            HandWritten(),
-            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32),
-            offload_policy=CPUOffloadPolicy(pin_memory=False),
-        )
-        seen: set[torch.dtype] = set()
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                module.register_forward_hook(
-                    lambda module, args, _: seen.update({module.weight.dtype, args[0].dtype})
-                )
-        (output,) = model(**hand_written_batch())
-        output.sum().backward()
-        offload = {
-            type(unit._get_fsdp_state()._fsdp_param_group.offload_policy).__name__
-            for unit in model.modules()
-            if isinstance(unit, FSDPModule)
-        }
-        return seen, {parameter.dtype for parameter in model.parameters()}, output.dtype, sorted(offload)
-
-    for compute, kept, output, offload in two_ranks(fn):
-        assert compute == {torch.bfloat16}  # also in the head: output_dtype is of the model's output alone
-        assert kept == {torch.float32}
-        assert output == torch.float32
-        assert offload == ["CPUOffloadPolicy"]
+@on_ranks()
+def test_policies_reach_every_unit() -> None:
+    model = shard(
+        HandWritten(),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32),
+        offload_policy=CPUOffloadPolicy(pin_memory=False),
+    )
+    computed: set[torch.dtype] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(
+                lambda module, args, _: computed.update({module.weight.dtype, args[0].dtype})
+            )
+        if isinstance(module, FSDPModule):
+            policy = module._get_fsdp_state()._fsdp_param_group.offload_policy
+            assert isinstance(policy, CPUOffloadPolicy)
+    (output,) = model(**hand_written_batch())
+    output.sum().backward()
+    assert computed == {torch.bfloat16}  # also in the head: output_dtype is of the model's output alone
+    assert {parameter.dtype for parameter in model.parameters()} == {output.dtype} == {torch.float32}
 
 
-def sharded_in(version: str) -> str:
-    """What shard says on this rank where torch is of that version; "" if nothing."""
-    torch.__version__ = TorchVersion(version)
-    try:
+@on_ranks()
+def test_a_torch_whose_gloo_adds_gradients_up_is_refused() -> None:
+    torch.__version__ = TorchVersion("2.9.0")
+    shard(HandWritten())
+    torch.__version__ = TorchVersion("2.8.0+cu128")
+    expected = "^shard: on ranks that talk through gloo, FSDP2 expects torch 2.9 or later"
+    with pytest.raises(RuntimeError, match=expected + r".*found 2\.8\.0\+cu128"):
         shard(HandWritten())
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_a_torch_whose_gloo_adds_gradients_up_is_refused(two_ranks: TwoRanks) -> None:
-    assert two_ranks(sharded_in, "2.9.0") == ["", ""]
-    for refused in two_ranks(sharded_in, "2.8.0+cu128"):
-        assert refused.startswith("shard: on ranks that talk through gloo, FSDP2 expects torch 2.9 or later")
-        assert "found 2.8.0+cu128" in refused
 
 
 # ---- replicas ----
 
 
-def replicas_of_two_seeds() -> tuple[dict[str, torch.Tensor], list[str]]:
-    torch.manual_seed(dist.get_rank() // 2)
-    model = HandWritten()
-    model.register_buffer("own", torch.full((2,), float(dist.get_rank() // 2), dtype=torch.bfloat16))
-    shard(model, strategy="hybrid", mesh=hybrid_mesh(2, 2))
-    return {name: whole(value) for name, value in model.state_dict().items()}, check_sharding(model)
-
-
+@on_ranks(4)
 def test_replicas_of_other_seeds_get_the_first_ones_values() -> None:
     torch.manual_seed(0)
     expected = HandWritten().state_dict() | {"own": torch.zeros(2, dtype=torch.bfloat16)}
-    for values, problems in run_on_ranks(replicas_of_two_seeds, world_size=4):
-        assert problems == []
-        assert all(torch.equal(values[name], value) for name, value in expected.items())
+    replica = dist.get_rank() // 2
+    torch.manual_seed(replica)
+    model = HandWritten()
+    model.register_buffer("own", torch.full((2,), float(replica), dtype=torch.bfloat16))
+    shard(model, strategy="hybrid", mesh=hybrid_mesh(2, 2))
+    values = model.state_dict()
+    assert [n for n, value in expected.items() if not torch.equal(whole(values[n]), value)] == []
+    assert check_sharding(model) == []
 
 
-def test_replicas_that_cannot_be_made_equal_are_refused_on_every_rank(two_ranks: TwoRanks) -> None:
-    def fn() -> list[str]:
-        rank, found = dist.get_rank(), []
-        for device, size in (("meta" if rank else "cpu", 0), ("cpu", 2 + rank)):
-            with torch.device(device):
-                model = HandWritten()
-                model.register_buffer("own", torch.zeros(size))
-            with pytest.raises(RuntimeError) as caught:
-                shard(model, strategy="hybrid", mesh=hybrid_mesh(2, 1))
-            found.append(str(caught.value))
-        with torch.device("meta"):
-            shard(HandWritten(), strategy="hybrid", mesh=hybrid_mesh(2, 1))  # none has values yet
-        return found
-
-    first, second = two_ranks(fn)
-    assert first == second
-    for error in first:
-        assert error.startswith("shard: expected the same ")
-        assert error.endswith("Build the model alike on all ranks, or on meta on all.")
+@on_ranks()
+def test_replicas_that_cannot_be_made_equal_are_refused_on_every_rank() -> None:
+    rank = dist.get_rank()
+    for device, size in (("meta" if rank else "cpu", 0), ("cpu", 2 + rank)):
+        with torch.device(device):
+            model = HandWritten()
+            model.register_buffer("own", torch.zeros(size))
+        with pytest.raises(RuntimeError, match=r"(?s)^shard: expected the same .*Build the model alike on all ranks, or on meta on all\.$"):
+            shard(model, strategy="hybrid", mesh=hybrid_mesh(2, 1))
+    with torch.device("meta"):
+        shard(HandWritten(), strategy="hybrid", mesh=hybrid_mesh(2, 1))  # none has values yet
 
 
 # ---- scalars, as CLIP's logit_scale ----
@@ -268,8 +219,9 @@ def trained(model: nn.Module, batches: torch.Tensor, steps: int = 2) -> tuple[li
     return norms, {name: whole(p).detach() for name, p in model.named_parameters()}
 
 
-def trained_with_scalars(how: str) -> tuple[list[float], dict[str, Any], list[str]]:
-    rank = dist.get_rank()
+def scalars_train_as_in_one_process(how: str) -> None:
+    torch.manual_seed(0)
+    expected = trained(Scaled(), samples()[: dist.get_world_size()].transpose(0, 1).flatten(1, 2))
     torch.manual_seed(0)
     model = Scaled()
     if how == "on meta":
@@ -283,44 +235,41 @@ def trained_with_scalars(how: str) -> tuple[list[float], dict[str, Any], list[st
                 value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
             parameter.data.copy_(value)
     else:
-        model.scale.data += rank  # the first rank's value is the one that counts
+        model.scale.data += dist.get_rank()  # the first rank's value is the one that counts
         options: Any = {"strategy": "hybrid", "mesh": hybrid_mesh(2, 2)} if how == "hybrid" else {}
         shard(model, **options)
-    norms, after = trained(model, samples()[rank])
-    return norms, after, check_sharding(model)
+    norms, parameters = trained(model, samples()[dist.get_rank()])
+    assert norms == pytest.approx(expected[0], rel=1e-9)
+    torch.testing.assert_close(parameters, expected[1], rtol=1e-9, atol=1e-9)
+    assert check_sharding(model) == []
 
 
 @pytest.mark.parametrize(("how", "ranks"), [("full", 2), ("on meta", 2), ("hybrid", 4)])
 def test_scalars_train_as_in_one_process(how: str, ranks: int) -> None:
+    run_on_ranks(scalars_train_as_in_one_process, how, world_size=ranks)
+
+
+@on_ranks()
+def test_a_scalar_may_be_unfrozen_saved_and_loaded(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    norms, parameters = trained(Scaled(), samples()[:ranks].transpose(0, 1).flatten(1, 2))
-    for found_norms, found, problems in run_on_ranks(trained_with_scalars, how, world_size=ranks):
-        assert found_norms == pytest.approx(norms, rel=1e-9)
-        assert problems == []
-        for name, expected in parameters.items():
-            torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-9)
-
-
-def test_a_scalar_may_be_unfrozen_saved_and_loaded(two_ranks: TwoRanks, tmp_path: Any) -> None:
-    def fn() -> tuple[float, list[float]]:
-        torch.manual_seed(0)
-        model = Scaled()
-        model.scale.requires_grad_(False)
-        shard(model)
-        model(samples()[dist.get_rank(), 0]).sum().backward()
-        assert model.scale.grad is None
-        model.scale.requires_grad_(True)
-        model(samples()[dist.get_rank(), 0]).sum().backward()
-        with torch.no_grad():
-            model.scale.fill_(5.0)
-        save_distributed(tmp_path / "saved", model, step=1)
-        other = shard(Scaled())
-        load_distributed(tmp_path / "saved", other)
-        return model.scale.grad.item(), [p.item() for p in other.parameters() if not isinstance(p, DTensor)]
-
-    first, second = two_ranks(fn)
-    assert first == second
-    assert first[1] == [5.0, *[pytest.approx(0.7)] * 3]
+    model = Scaled()
+    model.scale.requires_grad_(False)
+    shard(model)
+    x = samples()[dist.get_rank(), 0]
+    model(x).sum().backward()
+    assert model.scale.grad is None
+    model.scale.requires_grad_(True)
+    model(x).sum().backward()
+    gradients = [None] * 2
+    dist.all_gather_object(gradients, model.scale.grad.item())
+    assert len(set(gradients)) == 1
+    with torch.no_grad():
+        model.scale.fill_(5.0)
+    save_distributed(tmp_path / "saved", model, step=1)
+    other = shard(Scaled())
+    load_distributed(tmp_path / "saved", other)
+    scalars = [p.item() for p in other.parameters() if not isinstance(p, DTensor)]
+    assert scalars == [5.0, *[pytest.approx(0.7)] * 3]
 
 
 # ---- what is refused, and what is not ----
@@ -341,7 +290,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {"strategy": "hybrid"},
         'strategy "hybrid" expects a 2-D mesh, found a 1-D',
     ),
-    "square": (HandWritten, {"mesh": (2, 1)}, r'strategy "full" expects a 1-D mesh, found a 2-D one\.'),
+    "square": (HandWritten, {}, r'strategy "full" expects a 1-D mesh, found a 2-D one\.'),
     "offload": (HandWritten, {"offload_policy": True}, "expected offload_policy to be a CPUOffloadPolicy"),
     "twice": (
         lambda: shard(HandWritten()),
@@ -353,7 +302,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {},
         r"blocks\.1 is wrapped in FSDPBlock already.*other modules than blocks",
     ),
-    "only the root": (lambda: fully_shard(HandWritten()), {}, "the model is wrapped in FSDPHandWritten"),
     "FSDP1": (lambda: fsdp1(HandWritten()), {}, "the model is wrapped in FullyShardedDataParallel already"),
     "no forward": (lambda: nn.ModuleList([HandWritten()]), {}, "expected a model with a forward"),
     "policy with checkpointing": (
@@ -369,35 +317,18 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def refusals() -> list[dict[str, tuple[str, bool]]]:
-    def fn() -> dict[str, tuple[str, bool]]:
-        """What shard says of each, and whether it left the model as it was."""
-        found = {}
-        for name, (make, options, _) in REFUSED.items():
-            if name == "square":
-                options = {"mesh": hybrid_mesh(2, 1)}
-            model = make()
-            before = [[type(module), *module._parameters.values()] for module in model.modules()]
-            with pytest.raises((ValueError, TypeError)) as caught:
-                shard(model, **options)
-            after = [[type(module), *module._parameters.values()] for module in model.modules()]
-            same = all(
-                a is b for old, new in zip(before, after, strict=True) for a, b in zip(old, new, strict=True)
-            )
-            found[name] = str(caught.value), same
-        return found
+@on_ranks()
+def test_what_cannot_be_sharded_is_refused_before_anything_changes() -> None:
+    def parts(model: nn.Module) -> list[Any]:
+        return [part for module in model.modules() for part in (type(module), *module._parameters.values())]
 
-    return run_on_ranks(fn)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_sharded_is_refused_before_anything_changes(refusals: Any, name: str) -> None:
-    first, second = refusals
-    assert first[name] == second[name]
-    message, same = first[name]
-    assert re.search(REFUSED[name][2], message), message
-    assert same
+    for name, (make, options, words) in REFUSED.items():
+        model = make()
+        before = parts(model)
+        with case(name):
+            with pytest.raises((ValueError, TypeError), match=words):
+                shard(model, **options, **({"mesh": hybrid_mesh(2, 1)} if name == "square" else {}))
+            assert all(new is old for new, old in zip(parts(model), before, strict=True))
 
 
 class Listed(nn.ModuleList):
@@ -415,11 +346,10 @@ class Uncalled(nn.Module):
         self.blocks = Listed([Block(), Block()])
 
 
-def test_unusual_models_are_sharded(two_ranks: TwoRanks) -> None:
-    def fn() -> list[list[str]]:
-        model = HandWritten()
-        fully_shard(model.embedding)  # other modules than blocks may be units already
-        fully_shard(model.blocks[0].mlp)
-        return [check_sharding(shard(one)) for one in (Listed([Block(), Block()]), Uncalled(), model)]
-
-    assert two_ranks(fn) == [[[], [], []]] * 2
+@on_ranks()
+def test_unusual_models_are_sharded() -> None:
+    model = HandWritten()
+    fully_shard(model.embedding)  # other modules than blocks may be units already
+    fully_shard(model.blocks[0].mlp)
+    for unusual in (Listed([Block(), Block()]), Uncalled(), model):
+        assert check_sharding(shard(unusual)) == []

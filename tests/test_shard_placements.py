@@ -1,8 +1,7 @@
 """The dimension along which shard cuts each parameter, and activation checkpointing inside the units."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_utils import (
@@ -27,7 +25,8 @@ from fsdp_utils import (
     verify_checkpoint,
 )
 from fsdp_utils.collectives import record_collectives
-from tests.sharded import HandWritten, TwoRanks, loss_of, whole
+from tests.on_ranks import case, fake_group, on_ranks
+from tests.sharded import HandWritten, loss_of, whole
 
 CHECKPOINTING = ["full", "selective", 2]
 
@@ -60,16 +59,6 @@ class Mixture(nn.Module):
         return (self.head(x),)
 
 
-@contextmanager
-def fake_rank(rank: int, world_size: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        with torch.device("meta"):
-            yield
-    finally:
-        dist.destroy_process_group()
-
-
 def mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -78,7 +67,7 @@ def mixtral() -> nn.Module:
 
 @pytest.mark.parametrize(("rank", "strategy"), [(0, "full"), (8, "full"), (31, "full"), (20, "hybrid")])
 def test_every_rank_holds_its_share_of_a_mixture_of_experts(rank: int, strategy: str) -> None:
-    with fake_rank(rank, 32):
+    with fake_group(32, rank), torch.device("meta"):
         model = mixtral()
         total, shape = sum(p.numel() for p in model.parameters()), (2, 16) if strategy == "hybrid" else (32,)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
@@ -89,7 +78,7 @@ def test_every_rank_holds_its_share_of_a_mixture_of_experts(rank: int, strategy:
 
 
 def test_what_no_dimension_shares_is_padded_and_named_where_it_matters() -> None:
-    with fake_rank(0, 32):
+    with fake_group(32), torch.device("meta"):
         (problem,) = check_sharding(shard(Mixture((8, 1025, 1027))))
         assert problem.startswith("14 parameters, such as blocks.0.up, are cut between rows")
         assert "shard over fewer ranks" in problem
@@ -99,7 +88,7 @@ def test_what_no_dimension_shares_is_padded_and_named_where_it_matters() -> None
 
 
 def test_uneven_rows_of_a_model_sharded_by_hand_are_named_where_they_matter() -> None:
-    with fake_rank(0, 32):
+    with fake_group(32), torch.device("meta"):
         large, small = Mixture((40, 1024, 512)), Mixture((3, 32, 64))
         for model in (large, small):
             for block in model.blocks:
@@ -124,69 +113,57 @@ def stepped(model: nn.Module, seed: int, **adamw: Any) -> dict[str, torch.Tensor
     return {name: whole(p.detach()) for name, p in model.named_parameters()}
 
 
-def train_on_experts(folder: Path, **options: Any) -> list[str]:
+def assert_trained(parameters: dict[str, torch.Tensor]) -> None:
     torch.manual_seed(0)
     expected = stepped(Mixture(), seed=1)
-    different = []
+    torch.testing.assert_close(parameters, expected, rtol=1e-3, atol=1e-5)
+
+
+def train_experts(folder: Path) -> None:
     for adamw in ({"foreach": True}, {"fused": True}):
         torch.manual_seed(0)
-        found = stepped(model := shard(Mixture(), **options), seed=1, **adamw)
-        different += [
-            name for name in expected if not torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-5)
-        ]
-    dims = {p.placements[-1].dim for p in model.parameters()}
-    assert dims == {0, 1}, dims
-    save_distributed(folder / "run", model, step=1)
-    return different
+        assert_trained(stepped(model := shard(Mixture()), seed=1, **adamw))
+    assert {p.placements[-1].dim for p in model.parameters()} == {0, 1}
+    save_distributed(folder, model, step=1)
 
 
-def load_experts(folder: Path) -> list[str]:
+def load_experts(folder: Path) -> None:
     model = shard(Mixture(), checkpointing="full")
-    load_distributed(folder / "run", model)
-    torch.manual_seed(0)
-    expected = stepped(Mixture(), seed=1)
-    found = {name: whole(p.detach()) for name, p in model.named_parameters()}
-    return [n for n in expected if not torch.allclose(found[n], expected[n], rtol=1e-3, atol=1e-5)]
+    load_distributed(folder, model)
+    assert_trained({name: whole(p.detach()) for name, p in model.named_parameters()})
 
 
-def test_experts_train_as_in_one_process_and_load_on_other_numbers_of_ranks(tmp_path: Path) -> None:
-    assert run_on_ranks(train_on_experts, tmp_path, world_size=4) == [[]] * 4
-    for world_size in (2, 3):
-        assert run_on_ranks(load_experts, tmp_path, world_size=world_size) == [[]] * world_size
+def test_experts_train_as_in_one_process_and_load_on_another_number_of_ranks(tmp_path: Path) -> None:
+    run_on_ranks(train_experts, tmp_path / "run", world_size=4)
+    run_on_ranks(load_experts, tmp_path / "run", world_size=3)
     (checkpoint,) = (tmp_path / "run").iterdir()
     verify_checkpoint(checkpoint)
     export_safetensors(checkpoint, tmp_path / "out")
     from safetensors.torch import load_file
 
+    assert_trained(load_file(tmp_path / "out" / "model.safetensors"))
+
+
+def after_inference(prepare: Callable[[nn.Module], nn.Module]) -> dict[str, torch.Tensor]:
+    """Outputs of two evaluations before the first step, and the step's gradients."""
     torch.manual_seed(0)
-    for name, value in stepped(Mixture(), seed=1).items():
-        exported = load_file(tmp_path / "out" / "model.safetensors")[name]
-        torch.testing.assert_close(exported, value, rtol=1e-3, atol=1e-5)
+    model = prepare(Mixture().eval())
+    x, outputs = torch.linspace(-1, 1, 48).view(4, 12), []
+    for _ in range(2):
+        with torch.inference_mode():
+            outputs.append(model(x)[0])
+    loss_of(model(x)).backward()
+    grads = {name: whole(p.grad) for name, p in model.named_parameters()}
+    return {"first": outputs[0], "second": outputs[1], **grads}
 
 
-def after_inference(**options: Any) -> list[str]:
-    """Parameters with other gradients than in one process, after two evaluations before the first step."""
-    found = []
-    for sharded in (False, True):
-        torch.manual_seed(0)
-        model = Mixture().eval()
-        if sharded:
-            shard(model, **options)
-        x, outputs = torch.linspace(-1, 1, 48).view(4, 12), []
-        for _ in range(2):
-            with torch.inference_mode():
-                outputs.append(model(x)[0])
-        loss_of(model(x)).backward()
-        grads = {name: whole(p.grad) for name, p in model.named_parameters()}
-        found.append({"first": outputs[0], "second": outputs[1], **grads})
-    return [name for name in found[0] if not torch.allclose(found[0][name], found[1][name], atol=1e-6)]
-
-
-@pytest.mark.parametrize("options", [{}, {"checkpointing": "full"}, {"strategy": "grad_op"}])
-def test_what_was_evaluated_in_inference_mode_first_can_train(
-    two_ranks: TwoRanks, options: dict[str, Any]
-) -> None:
-    assert two_ranks(partial(after_inference, **options)) == [[], []]
+@on_ranks()
+def test_what_was_evaluated_in_inference_mode_first_can_train() -> None:
+    expected = after_inference(lambda model: model)
+    for options in ({}, {"checkpointing": "full"}, {"strategy": "grad_op"}):
+        with case(options):
+            found = after_inference(partial(shard, **options))
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def checkpointed(checkpointing: Any, compiled: str) -> tuple[Any, ...]:
@@ -220,54 +197,48 @@ def checkpointed(checkpointing: Any, compiled: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("compiled", ["", "before", "after"])
-def test_a_checkpointed_model_trains_alike_and_keeps_less(two_ranks: TwoRanks, compiled: str) -> None:
-    def fn() -> None:
-        loss, grads, gathers, kept, flops = checkpointed(None, compiled)
-        found = {how: checkpointed(how, compiled) for how in CHECKPOINTING}
-        for other_loss, other_grads, other_gathers, _, _ in found.values():
-            assert other_loss == pytest.approx(loss, rel=1e-6)
-            assert other_gathers == gathers > 0
-            for name, grad in grads.items():
-                torch.testing.assert_close(other_grads[name], grad)
-        if not compiled:
-            assert found["full"][3] < found[2][3] < kept
-            assert flops < found[2][4] < found["full"][4]
-            assert flops < found["selective"][4] < found["full"][4]
-
-    two_ranks(fn)
+@on_ranks()
+def test_a_checkpointed_model_trains_alike_and_keeps_less(compiled: str) -> None:
+    loss, grads, gathers, kept, flops = checkpointed(None, compiled)
+    found = {how: checkpointed(how, compiled) for how in (["selective"] if compiled else CHECKPOINTING)}
+    for other_loss, other_grads, other_gathers, _, _ in found.values():
+        assert other_loss == pytest.approx(loss, rel=1e-6)
+        assert other_gathers == gathers > 0
+        torch.testing.assert_close(other_grads, grads)
+    if not compiled:
+        assert found["full"][3] < found[2][3] < kept
+        assert flops < found[2][4] < found["full"][4]
+        assert flops < found["selective"][4] < found["full"][4]
 
 
-def test_a_cache_of_keys_and_values_is_left_out(two_ranks: TwoRanks) -> None:
+@on_ranks()
+def test_a_cache_of_keys_and_values_is_left_out() -> None:
     from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
-    def fn() -> None:
-        config = GPT2Config(vocab_size=32, n_embd=16, n_layer=3, n_head=2, bos_token_id=1, eos_token_id=2)
-        batch = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
-        found = []
-        for how in (None, *CHECKPOINTING):
-            torch.manual_seed(0)
-            model = shard(GPT2LMHeadModel(config).train(), checkpointing=how)
-            torch.manual_seed(1)
-            loss = model(**batch, use_cache=True).loss
-            loss.backward()
-            grad = model.transformer.h[1].mlp.c_fc.weight.grad
-            found.append((loss.item(), whole(grad)))
-        for loss, grad in found[1:]:
-            assert loss == found[0][0]
-            torch.testing.assert_close(grad, found[0][1])
-        cache = DynamicCache(config=config)
-        with torch.no_grad():
-            model(batch["input_ids"], past_key_values=cache, use_cache=True)
-        assert cache.get_seq_length() == 8  # nothing is computed again here
-        with pytest.raises(ValueError, match="takes no past_key_values that hold tokens"):
-            model(batch["input_ids"], past_key_values=cache)
-
-    two_ranks(fn)
+    config = GPT2Config(vocab_size=32, n_embd=16, n_layer=3, n_head=2, bos_token_id=1, eos_token_id=2)
+    batch = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
+    found = []
+    for how in (None, *CHECKPOINTING):
+        torch.manual_seed(0)
+        model = shard(GPT2LMHeadModel(config).train(), checkpointing=how)
+        torch.manual_seed(1)
+        loss = model(**batch, use_cache=True).loss
+        loss.backward()
+        found.append((loss.detach(), whole(model.transformer.h[1].mlp.c_fc.weight.grad)))
+    for each in found[1:]:
+        assert each[0] == found[0][0]
+        torch.testing.assert_close(each[1], found[0][1])
+    cache = DynamicCache(config=config)
+    with torch.no_grad():
+        model(batch["input_ids"], past_key_values=cache, use_cache=True)
+    assert cache.get_seq_length() == 8  # nothing is computed again here
+    with pytest.raises(ValueError, match="takes no past_key_values that hold tokens"):
+        model(batch["input_ids"], past_key_values=cache)
 
 
 @pytest.mark.parametrize("value", ["some", 0, True])
 def test_checkpointing_that_cannot_be_is_refused(value: Any) -> None:
-    with fake_rank(0, 2):
+    with fake_group(2), torch.device("meta"):
         model = HandWritten()
         with pytest.raises(ValueError, match=f"expected checkpointing to be None, .* found {value!r}"):
             shard(model, checkpointing=value)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_utils.lessons.together import run_together
-from tests.sharded import TwoRanks
+from tests.on_ranks import case, on_ranks
 
 
 def all_reduce() -> torch.Tensor:
@@ -70,20 +70,15 @@ TOLD = {  # by function: the sentence of each rank
 }
 
 
-def run_each() -> list[tuple[str, float]]:
-    """Return what each function was told, and a sum over the ranks after it."""
-    found = []
-    for function in TOLD:
-        began = time.monotonic()
-        try:
-            _, sentence = run_together(function)
-        except ValueError as error:
-            sentence = f"raised {error}"
-        found.append((sentence, all_reduce().sum().item()))
-        assert time.monotonic() - began < 5
-    return found
-
-
-def test_ranks_that_part_are_told_at_once_and_the_group_stays(two_ranks: TwoRanks) -> None:
-    for rank, found in enumerate(two_ranks(run_each)):
-        assert found == [(told[rank], 4) for told in TOLD.values()]
+@on_ranks()
+def test_ranks_that_part_are_told_at_once_and_the_group_stays() -> None:
+    for function, told in TOLD.items():
+        with case(function.__name__):
+            began = time.monotonic()
+            try:
+                _, sentence = run_together(function)
+            except ValueError as error:
+                sentence = f"raised {error}"
+            assert sentence == told[dist.get_rank()]
+            assert all_reduce().sum().item() == 4
+            assert time.monotonic() - began < 5

@@ -1,27 +1,18 @@
 """The blocks of models: of transformers' families and of models written by hand; sharding changes nothing."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import transformers as tf
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fsdp_utils import check_sharding, run_on_ranks, shard, transformer_block_classes
-from tests.sharded import (
-    Block,
-    HandWritten,
-    Outcome,
-    OutcomeFSDP1,
-    assert_same,
-    assert_same_fsdp1,
-    compare,
-    compare_fsdp1,
-    fsdp1,
-)
+from fsdp_utils import check_sharding, shard, transformer_block_classes
+from tests.on_ranks import case, on_ranks
+from tests.sharded import Block, HandWritten, assert_trains_alike, fsdp1, loss_of
 from tests.tiny_transformers import HIDDEN, TINY, VOCABULARY, text
 
 
@@ -113,15 +104,6 @@ def test_a_model_without_blocks_is_refused_with_what_to_do(model: nn.Module) -> 
 # ---- transformers ----
 
 
-@pytest.mark.parametrize("family", TINY)
-def test_the_blocks_of_a_transformers_model_are_found(family: str) -> None:
-    tiny = TINY[family]
-    model = tiny.make()
-    classes = transformer_block_classes(model)
-    assert {cls.__name__ for cls in classes} == tiny.blocks
-    assert sum(isinstance(module, tuple(classes)) for module in model.modules()) == tiny.number
-
-
 def test_they_are_found_where_the_model_names_none() -> None:
     model = TINY["t5"].make()
     for module in model.modules():
@@ -140,15 +122,13 @@ def test_they_are_found_in_a_model_made_of_models_of_which_only_one_names_them()
     ("name", "expected"),
     {
         "Blip2": {"Blip2EncoderLayer", "Blip2QFormerLayer", "OPTDecoderLayer"},
-        "GraniteSpeech": {"GraniteSpeechConformerBlock", "Blip2QFormerLayer", "GraniteDecoderLayer"},
-        "VibeVoiceAsr": {"VibeVoiceAcousticTokenizerEncoderLayer", "Qwen2DecoderLayer"},
         "Idefics3": {"Idefics3EncoderLayer", "LlamaDecoderLayer"},
     }.items(),
 )
 def test_a_tower_that_the_model_does_not_name_is_found_beside_its_decoder(
     name: str, expected: set[str]
 ) -> None:
-    """At the sizes of the default configurations: 2 to 9 % of the parameters, half a block or more."""
+    """At the sizes of the default configurations: a few % of the parameters, half a block or more."""
     cls = getattr(tf, f"{name}Model")
     with torch.device("meta"):
         model = cls(cls.config_class())
@@ -163,62 +143,40 @@ def test_a_single_layer_is_a_block_if_the_model_says_so() -> None:
 # ---- sharded by them ----
 
 
-def tied_in_two_units_of_fsdp2() -> list[str]:
+@on_ranks(timeout=110)
+def test_each_family_is_sharded_by_its_blocks_and_has_the_loss_and_gradients_of_the_unsharded() -> None:
+    for family, tiny in TINY.items():
+        with case(family):
+            assert names_of(tiny.make()) == tiny.blocks
+            assert_trains_alike(tiny.make, tiny.batch, tiny.number + 1)
+
+
+@on_ranks()
+def test_the_policy_makes_each_block_a_unit_of_fsdp1() -> None:
+    for family, use_orig_params in (("llama", False), ("t5", True)):
+        tiny = TINY[family]
+        model = tiny.make().eval()
+        expected = loss_of(model(**tiny.batch())).item()
+        policy = ModuleWrapPolicy(transformer_block_classes(model))
+        model = fsdp1(model, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+        units = [type(unit.module).__name__ for unit in FullyShardedDataParallel.fsdp_modules(model)]
+        assert len(units) == tiny.number + 1
+        assert set(units[1:]) == tiny.blocks
+        assert loss_of(model(**tiny.batch())).item() == pytest.approx(expected, rel=1e-5)
+        assert check_sharding(model) == []
+
+
+@on_ranks()
+def test_tied_weights_are_in_two_units() -> None:
+    tied = "lm_head.weight and model.embed_tokens.weight are tied but in two units, {}: "
     model = TINY["qwen3, tied"].make()
     fully_shard(model.lm_head)
-    problems = check_sharding(shard(model))
+    (message,) = check_sharding(shard(model))
+    assert message.startswith(tied.format("lm_head and (root)"))
+    assert "fully_shard([a, b])" in message
     with pytest.raises(ValueError, match="shared"):  # what the message says of torch
         model(**text())
-    return problems
-
-
-def tied_in_two_units_of_fsdp1() -> list[str]:
     model = TINY["qwen3, tied"].make()
-    blocks = transformer_block_classes(model)
-    return check_sharding(fsdp1(model, auto_wrap_policy=ModuleWrapPolicy({nn.Embedding, *blocks})))
-
-
-class OfARank(NamedTuple):
-    """All that is asked of ranks here: to start them is to import transformers anew."""
-
-    sharded: dict[str, Outcome]
-    fsdp1: dict[str, list[OutcomeFSDP1]]
-    tied: tuple[list[str], list[str]]
-
-
-def on_a_rank() -> OfARank:
-    return OfARank(
-        {family: compare(tiny.make, tiny.batch) for family, tiny in TINY.items()},
-        {family: compare_fsdp1(TINY[family]) for family in ("llama", "t5")},
-        (tied_in_two_units_of_fsdp2(), tied_in_two_units_of_fsdp1()),
-    )
-
-
-@pytest.fixture(scope="module")
-def by_rank() -> list[OfARank]:
-    return run_on_ranks(on_a_rank, timeout=110)
-
-
-@pytest.mark.parametrize("family", TINY)
-def test_a_sharded_transformers_model_has_the_loss_and_gradients_of_the_unsharded_one(
-    by_rank: list[OfARank], family: str
-) -> None:
-    for rank in by_rank:
-        assert_same(rank.sharded[family], units=TINY[family].number + 1)
-
-
-@pytest.mark.parametrize("family", ["llama", "t5"])
-def test_the_policy_makes_each_block_a_unit_of_fsdp1(by_rank: list[OfARank], family: str) -> None:
-    for rank in by_rank:
-        assert_same_fsdp1(rank.fsdp1[family], TINY[family])
-
-
-def test_tied_weights_are_in_two_units(by_rank: list[OfARank]) -> None:
-    first, second = by_rank
-    assert first.tied == second.tied
-    tied = "lm_head.weight and model.embed_tokens.weight are tied but in two units, {}: "
-    for (message,), units in zip(
-        first.tied, ("lm_head and (root)", "(root) and model.embed_tokens"), strict=True
-    ):
-        assert message.startswith(tied.format(units))
-    assert "fully_shard([a, b])" in first.tied[0][0]
+    policy = ModuleWrapPolicy({nn.Embedding, *transformer_block_classes(model)})
+    (message,) = check_sharding(fsdp1(model, auto_wrap_policy=policy))
+    assert message.startswith(tied.format("(root) and model.embed_tokens"))

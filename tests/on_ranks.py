@@ -1,0 +1,45 @@
+"""Tests whose body runs on ranks, where each rank asserts, and process groups of one real rank."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_utils import run_on_ranks
+
+
+def on_ranks(
+    world_size: int = 2, *, timeout: float = 60
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated test, with its fixtures, on each of so many ranks; fail as the first rank does."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def on_each(**fixtures: Any) -> None:
+            run_on_ranks(functools.partial(test, **fixtures), world_size=world_size, timeout=timeout)
+
+        return on_each
+
+    return decorate
+
+
+@contextmanager
+def case(name: object) -> Iterator[None]:
+    """Name the case of a table in the failure of an assertion about it."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"case {name!r}: {error}") from error
+
+
+@contextmanager
+def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Make this process one rank of a process group whose other ranks do not exist."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
