@@ -281,7 +281,9 @@ def test_fsdp1_with_shard_groups_of_one_rank_does_not_sync() -> None:
         model = fsdp1_by_block(HandWritten(), sharding_strategy=strategy, device_mesh=mesh)
     assert check_sharding(model) == []
     step(model)
-    assert_said(check_sharding(model), ["^Replicas of a parameter differ.* HYBRID_SHARD over groups of one rank"])
+    assert_said(
+        check_sharding(model), ["^Replicas of a parameter differ.* HYBRID_SHARD over groups of one rank"]
+    )
     model = hybrid()  # what it advises
     step(model)
     assert check_sharding(model) == []

@@ -175,7 +175,10 @@ def test_replicas_that_cannot_be_made_equal_are_refused_on_every_rank() -> None:
         with torch.device(device):
             model = HandWritten()
             model.register_buffer("own", torch.zeros(size))
-        with pytest.raises(RuntimeError, match=r"(?s)^shard: expected the same .*Build the model alike on all ranks, or on meta on all\.$"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"(?s)^shard: expected the same .*Build the model alike on all ranks, or on meta on all\.$",
+        ):
             shard(model, strategy="hybrid", mesh=hybrid_mesh(2, 1))
     with torch.device("meta"):
         shard(HandWritten(), strategy="hybrid", mesh=hybrid_mesh(2, 1))  # none has values yet
