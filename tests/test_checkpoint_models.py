@@ -1,6 +1,5 @@
 """Checkpoints of models: every wrapper, every placement, parts of models, frozen parameters and buffers."""
 
-import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -126,10 +124,9 @@ def test_training_goes_on_from_every_wrapper_into_every_wrapper(tmp_path: Path) 
         assert found == saved[kind], f"{saver} -> {kind}"
     # other ranks sum the same gradients in another order: float32, over two steps
     expected = pytest.approx(expected, rel=1e-5)
-    ways = [("fsdp2", kind) for kind in KINDS] + [(kind, "fsdp2") for kind in KINDS]
-    for ranks, some in ((3, ways), (1, [("fsdp1", "fsdp1 with use_orig_params")])):
-        for losses, _ in run_on_ranks(load_all, tmp_path, some, world_size=ranks)[0]:
-            assert losses == expected
+    ways = [("fsdp2", kind) for kind in KINDS] + [("ddp", "fsdp2"), ("fsdp1", "fsdp2")]
+    for losses, _ in run_on_ranks(load_all, tmp_path, ways, world_size=3)[0]:
+        assert losses == expected
     for saver in KINDS:
         model, optimizer = build("none", seed=1)
         state = load_distributed(tmp_path / saver, model, optimizer)
@@ -207,8 +204,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str | tuple[str, ...]]] = {
     "FSDP1(DDP)": (lambda: fsdp1(each_block(DDP)), "found DDP inside of it"),
     "meta": (lambda: fsdp2(Net().to("meta")), "model.embed.weight: expected values in memory"),
     "FSDP1(compile)": (lambda: fsdp1(compiled(Net())), (HIDDEN, "put FSDP1 inside of torch.compile")),
-    "FSDP1(compile), original": (lambda: original(compiled(Net())), HIDDEN),
-    "checkpointing(DDP)": (lambda: each_block(lambda block: checkpoint_wrapper(DDP(block))), HIDDEN),
     "frozen": (frozen_on_one_rank, "expected the same frozen parameters that are left out on all ranks"),
     "buffers": (lambda: own_buffers(build("fsdp2")[0]), BUFFERS),
     "copies, hybrid": (lambda: drifted(hybrid), DRIFTED),
@@ -294,15 +289,14 @@ def placements(model: nn.Module) -> list[Any]:
 
 def save_layouts(folder: Path, layouts: list[str]) -> None:
     for layout in layouts:
-        name = f"{layout} on {world_size()}"
-        save_distributed(folder / name, *laid_out(layout, 0), step=1)
+        save_distributed(folder / layout, *laid_out(layout, 0), step=1)
 
 
 def load_layouts(folder: Path, layouts: list[str], expected: dict[str, Tensor]) -> list[str]:
     """What did not come back as it was: from columns into each layout, from each into the first."""
     wrong = []
     for path in sorted(folder.iterdir()):
-        for layout in layouts if path.name.startswith("columns") else layouts[:1]:
+        for layout in layouts if path.name == "columns" else layouts[:1]:
             model, optimizer = laid_out(layout, 1)
             before = placements(model)
             load_distributed(path, model, optimizer)
@@ -317,12 +311,11 @@ def test_every_placement_loads_into_every_other_on_any_number_of_ranks(tmp_path:
     expected, layouts = wholes(*laid_out("copies", 0)), list(LAYOUTS)
     assert len(expected) == 5 * (1 + 3)  # parameters, and what AdamW holds of each
     run_on_ranks(save_layouts, tmp_path, layouts, world_size=4)
-    run_on_ranks(save_layouts, tmp_path, ["columns"], world_size=3)
     numbers = sum(value.nbytes for value in expected.values())
     for folder in tmp_path.iterdir():  # a part that several ranks hold is written once
         headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in folder.rglob("rank-*"))
         assert sum(file.stat().st_size for file in folder.rglob("rank-*")) - headers == numbers
-    for ranks, some in ((2, layouts), (3, layouts[:2]), (4, layouts)):
+    for ranks, some in ((3, layouts[:2]), (4, layouts)):
         assert run_on_ranks(load_layouts, tmp_path, some, expected, world_size=ranks) == [[]] * ranks
     assert load_layouts(tmp_path, ["copies"], expected) == []
 
@@ -333,14 +326,27 @@ MIXED = ("fsdp2", "fsdp1 with use_orig_params", "ddp")
 
 
 # What is trained, by a part of its name; each leaves some rank's shard of an FSDP1 unit all frozen.
-@pytest.mark.parametrize("trained", ["bias", "blocks.1.up.weight", "down", "blocks.0"])
-def test_frozen_parameters_have_no_state_and_get_none(trained: str, tmp_path: Path) -> None:
-    by_rank = run_on_ranks(save_all, tmp_path, MIXED, trained)
+TRAINED = ("bias", "blocks.1.up.weight", "down", "blocks.0")
+
+
+def save_frozen(folder: Path) -> list[dict[str, tuple[Losses, int]]]:
+    return [save_all(folder / trained, MIXED, trained) for trained in TRAINED]
+
+
+def load_frozen(folder: Path, ways: list[tuple[str, str]]) -> list[list[tuple[Losses, int]]]:
+    return [load_all(folder / trained, ways, trained) for trained in TRAINED]
+
+
+def test_frozen_parameters_have_no_state_and_get_none(tmp_path: Path) -> None:
+    by_rank = run_on_ranks(save_frozen, tmp_path)
     same = [(kind, kind) for kind in MIXED]
-    assert run_on_ranks(load_all, tmp_path, same, trained) == [list(found.values()) for found in by_rank]
+    expected = [[list(found.values()) for found in saved] for saved in by_rank]
+    assert run_on_ranks(load_frozen, tmp_path, same) == expected
     ways = [("fsdp2", MIXED[1]), (MIXED[1], "fsdp2"), (MIXED[1], MIXED[1])]
-    for losses, _ in run_on_ranks(load_all, tmp_path, ways, trained, world_size=3)[0]:
-        assert losses == pytest.approx(by_rank[0]["fsdp2"][0], rel=1e-4)
+    loaded = run_on_ranks(load_frozen, tmp_path, ways, world_size=3)[0]
+    for saved, found in zip(by_rank[0], loaded, strict=True):
+        for losses, _ in found:
+            assert losses == pytest.approx(saved["fsdp2"][0], rel=1e-4)
 
 
 FROZEN = [name for name, _ in Net().named_parameters() if "blocks.1" not in name]
@@ -483,10 +489,9 @@ def with_buffers(buffers: dict[str, Tensor], change: Wrap = nn.Module.train) -> 
 def loads_with_buffers(folder: Path) -> list[list[str]]:
     """The warnings of each load; of the last, after to_empty()."""
     save_distributed(folder, with_buffers(UNSAVED), step=1)
-    models = [with_buffers(UNSAVED, kind) for kind in (nn.Module.float, nn.Module.half, nn.Module.bfloat16)]
-    on_meta = with_buffers(UNSAVED, lambda model: model.to("meta"))
-    models += [with_buffers(UNREADABLE), on_meta.to_empty(device="cpu")]
-    for buffer in models[-1].buffers():  # what was in that memory is chance
+    emptied = with_buffers(UNSAVED, lambda model: model.to("meta")).to_empty(device="cpu")
+    models = [with_buffers(UNSAVED, nn.Module.bfloat16), with_buffers(UNREADABLE), emptied]
+    for buffer in emptied.buffers():  # what was in that memory is chance
         buffer.zero_()
     found = []
     for model in models:
@@ -500,10 +505,9 @@ def loads_with_buffers(folder: Path) -> list[list[str]]:
 
 def test_a_load_names_the_buffers_that_were_never_computed(tmp_path: Path) -> None:
     for *others, (told,) in run_on_ranks(loads_with_buffers, tmp_path):
-        assert others == [[]] * 4
-        assert told.startswith(
-            "load_distributed: mask, causal, floor, phase, inv_freq: expected the values that"
-        )
+        assert others == [[]] * 2
+        names = "load_distributed: mask, causal, floor, phase, inv_freq: expected the values that"
+        assert told.startswith(names)
         assert "which computes them" in told
 
 
@@ -538,20 +542,11 @@ def load_with_plain_dcp(path: Path) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # that there is no process group
-def test_torch_and_safetensors_read_the_model_of_a_checkpoint(tmp_path: Path) -> None:
+def test_torchs_own_reader_reads_the_model_of_a_checkpoint(tmp_path: Path) -> None:
     run_on_ranks(lambda: save_distributed(tmp_path, *build("fsdp2"), step=1).wait())
     (path,) = tmp_path.glob("*-step-1")
     assert all(run_on_ranks(load_with_plain_dcp, path, world_size=3))
     assert load_with_plain_dcp(path)
 
-    expected = {f"model.{name}": value for name, value in wholes(build("none")[0]).items()}
-    del expected["model.head.weight"]  # tied
-    found = {key: torch.full_like(value, float("nan")) for key, value in expected.items()}
-    for file in path.glob("*.safetensors"):
-        with safe_open(file, "pt") as chunks:
-            places = json.loads(chunks.metadata()["DCP_SHARDING_INFO"])
-            for key in found.keys() & set(chunks.keys()):
-                chunk, starts = chunks.get_tensor(key), places[key]["saved_offsets"]
-                found[key][tuple(slice(s, s + n) for s, n in zip(starts, chunk.shape, strict=True))] = chunk
-    assert {key for key in stored(path) if key.startswith("model.")} == expected.keys()
-    assert all(torch.equal(value, expected[key]) for key, value in found.items())
+    expected = {f"model.{name}" for name in wholes(build("none")[0])} - {"model.head.weight"}  # tied
+    assert {key for key in stored(path) if key.startswith("model.")} == expected

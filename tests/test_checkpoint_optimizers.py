@@ -1,6 +1,7 @@
 """Checkpoints of optimizers: every kind goes on bit by bit, one or several, and others are refused."""
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,7 @@ EVERY: dict[str, Callable[[Params], Optimizers]] = {
 
 
 def made(kind: str, seed: int) -> tuple[nn.Module, Optimizers]:
-    sharded = torch.distributed.is_initialized()
-    model, _ = build("fsdp2" if sharded else "none", seed=seed)
+    model, _ = build("fsdp2", seed=seed)
     return model, EVERY[kind](list(model.parameters()))
 
 
@@ -134,11 +134,10 @@ def test_every_optimizer_goes_on_as_it_would_have(tmp_path: Path) -> None:
     expected = run_on_ranks(save_every, tmp_path)
     for found, on_rank in zip(run_on_ranks(load_every, tmp_path), expected, strict=True):
         assert [kind for kind in EVERY if found[kind] != on_rank[kind]] == []
-    for found in (run_on_ranks(load_every, tmp_path, world_size=3)[0], load_every(tmp_path)):
-        for kind, (losses, held) in found.items():
-            assert held == expected[0][kind][1], kind
-            rel = 1e-2 if "Muon" in kind else 1e-4  # Muon computes in bfloat16
-            assert losses == pytest.approx(expected[0][kind][0], rel=rel), kind
+    for kind, (losses, held) in run_on_ranks(load_every, tmp_path, world_size=3)[0].items():
+        assert held == expected[0][kind][1], kind
+        rel = 1e-2 if "Muon" in kind else 1e-4  # Muon computes in bfloat16
+        assert losses == pytest.approx(expected[0][kind][0], rel=rel), kind
 
 
 def wrapped(kind: str) -> tuple[nn.Module, list[Optimizer]]:
@@ -150,32 +149,39 @@ def wrapped(kind: str) -> tuple[nn.Module, list[Optimizer]]:
     return model, [SGD(first, lr=0.0, momentum=0.9), AdamW([{"params": others}, empty[2]], lr=3e-2)]
 
 
-def save_and_load_wrapped(folder: Path, steps: int) -> dict[str, bool]:
-    """Whether training goes on from a save after so many steps, in a model that has trained since."""
+def rates(optimizers: list[Optimizer]) -> list[float]:
+    return [group["lr"] for one in optimizers for group in one.param_groups]
+
+
+def save_and_load_wrapped(folder: Path) -> dict[str, tuple[bool, ...]]:
+    """Whether training goes on from a save, in a model that has trained since.
+
+    A save before the first step takes none, and a load then leaves no state.
+    """
     right = {}
-    for kind in KINDS:
+    for kind, steps in product(KINDS, (0, 2)):
         (model, optimizers), data = wrapped(kind), Data()
         train(model, optimizers, data, steps)
-        place, states = data.generator.get_state(), [len(one.state) for one in optimizers]
-        rates = [group["lr"] for one in optimizers for group in one.param_groups]
-        save_distributed(folder / kind, model, optimizers, step=steps)
+        place, before = data.generator.get_state(), rates(optimizers)
+        states = [len(one.state) for one in optimizers]
+        save_distributed(folder / f"{kind} {steps}", model, optimizers, step=steps)
         losses = train(model, optimizers, Data(place), 2)
         for group in (group for one in optimizers for group in one.param_groups):
             group["lr"] = 0.0
-        load_distributed(folder / kind, model, optimizers)
-        right[f"{kind}: states"] = [len(one.state) for one in optimizers] == states
-        right[f"{kind}: rates"] = [group["lr"] for one in optimizers for group in one.param_groups] == rates
-        right[f"{kind}: losses"] = train(model, optimizers, Data(place), 2) == losses
+        load_distributed(folder / f"{kind} {steps}", model, optimizers)
         undisturbed, others = wrapped(kind)
-        right[f"{kind}: the save"] = train(undisturbed, others, Data(), steps + 2)[steps:] == losses
+        right[f"{kind} after {steps} steps"] = (
+            [len(one.state) for one in optimizers] == states,
+            rates(optimizers) == before,
+            train(model, optimizers, Data(place), 2) == losses,
+            train(undisturbed, others, Data(), steps + 2)[steps:] == losses,
+        )
     return right
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-def test_two_optimizers_with_empty_groups_go_on_under_any_wrapper(steps: int, tmp_path: Path) -> None:
-    """A save before the first step takes none, and a load then leaves no state."""
-    for right in run_on_ranks(save_and_load_wrapped, tmp_path, steps):
-        assert [name for name, is_right in right.items() if not is_right] == []
+def test_two_optimizers_with_empty_groups_go_on_under_any_wrapper(tmp_path: Path) -> None:
+    for right in run_on_ranks(save_and_load_wrapped, tmp_path):
+        assert {name: found for name, found in right.items() if not all(found)} == {}
 
 
 # ---- other optimizers --------------------------------------------------------------------------------------
@@ -203,12 +209,11 @@ class Accelerated(Optimizer):
 
 RELATED: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW": AdamW,
-    "AdamW, fused": lambda params: AdamW(params, fused=True),
     "Adam": Adam,
     "Own": Own,
     "AdamW in a wrapper": lambda params: Accelerated(AdamW(params)),
 }
-CLASSES = RELATED | {"SGD": momentum, "NAdam": torch.optim.NAdam, "Adamax": torch.optim.Adamax}
+CLASSES = RELATED | {"SGD": momentum, "NAdam": torch.optim.NAdam}
 
 
 def one_step(kind: str, seed: int) -> tuple[nn.Module, Optimizer]:
@@ -367,8 +372,7 @@ def quantized(folder: Path, action: str) -> dict[str, tuple[Any, ...]]:
 def test_a_sharded_state_of_another_shape_than_its_parameter_comes_back_sharded(tmp_path: Path) -> None:
     saved, _ = run_on_ranks(quantized, tmp_path, "save")
     assert saved["codes"][:2] == (torch.int8, (Shard(0),))
-    for world_size in (2, 3):
-        assert run_on_ranks(quantized, tmp_path, "load", world_size=world_size) == [saved] * world_size
+    assert run_on_ranks(quantized, tmp_path, "load", world_size=3) == [saved] * 3
 
 
 def adafactor(folder: Path) -> tuple[str | None, bool]:

