@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -21,7 +22,8 @@ from fsdp_utils import (
     save_distributed,
 )
 from fsdp_utils.integrations.transformers import CheckpointCallback, MemoryCallback
-from tests.trainers import KINDS, llama, sharded, trainer_of, weights
+from tests.children import weights
+from tests.trainers import KINDS, llama, sharded, trainer_of
 
 # ---- all of it happens in one launch of two ranks, and in one of a single rank ---------------------------
 
@@ -36,7 +38,7 @@ def play(folder: Path, scenes: Sequence[Scene]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def happened(tmp_path_factory: pytest.TempPathFactory) -> Happened:
     on_two = (measured, child_tuned, stopped_and_resumed, looked_for)
-    alone = (measured_where_memory_runs_out, interrupted, refused)
+    alone = (interrupted, refused)
     folder = tmp_path_factory.mktemp("scenes")
     by_rank = run_on_ranks(play, folder, on_two, timeout=110)
     by_rank.append(run_on_ranks(play, folder, alone, world_size=1)[0])
@@ -85,30 +87,6 @@ def test_memory_is_measured_in_a_trainer(number: int, happened: Happened) -> Non
     assert results[0][1].max_reserved_gib == results[1][1].max_reserved_gib
 
 
-def measured_where_memory_runs_out(folder: Path) -> Any:
-    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "max_steps": 1}
-    memory = MemoryCallback(verbose=False)
-    trainer = trainer_of("ddp", folder, auto_find_batch_size=True, callbacks=[memory], **options)
-    train, calls = trainer.training_step, []
-
-    def step(*given: Any) -> Any:
-        calls.append(given)
-        if len(calls) == 2:  # in the midst of a step
-            raise RuntimeError("CUDA out of memory.")
-        return train(*given)
-
-    trainer.training_step = step
-    trainer.train()
-    assert memory.report is not None
-    return memory.report.history[0].samples, trainer.state.train_batch_size
-
-
-def test_a_training_that_begins_anew_with_smaller_batches_is_measured_anew(happened: Happened) -> None:
-    ((samples, batch_size),) = happened(measured_where_memory_runs_out)
-    assert batch_size < 4
-    assert samples == 3 * batch_size
-
-
 # ---- child tuning ----------------------------------------------------------------------------------------
 
 
@@ -118,13 +96,8 @@ def child_tuned(folder: Path) -> list[tuple[str, bool, bool]]:
     for kind in KINDS:
         model, generator = llama(dropout=0.0), torch.Generator().manual_seed(2)
         masks = {name: torch.rand(p.shape, generator=generator) < 0.5 for name, p in model.named_parameters()}
-        # the Trainer's own groups have no names
-        settings = {
-            "params": list(model.named_parameters()),
-            "lr": 0.01,
-            "mode": "task",
-            "gradient_mask": masks,
-        }
+        settings: dict[str, Any] = {"lr": 0.01, "mode": "task", "gradient_mask": masks}
+        settings["params"] = list(model.named_parameters())  # the Trainer's own groups have no names
         before, optimizer = weights(model), (ChildTuningAdamW, settings)
         trainer = trainer_of(kind, folder, model, max_steps=3, optimizer_cls_and_kwargs=optimizer)
         trainer.train()
@@ -150,7 +123,10 @@ def run(folder: Path, kind: str, *, resume: bool, steps: int, **more: Any) -> An
             control.should_training_stop = state.global_step == steps
 
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 1}
-    trainer = trainer_of(kind, folder / "own", max_steps=9, callbacks=[Stop], **(options | more))
+    model = llama()
+    if kind == "fsdp2":  # adapters over a frozen base
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=2))
+    trainer = trainer_of(kind, folder / "own", model, max_steps=9, callbacks=[Stop], **(options | more))
     checkpoints = CheckpointCallback(trainer, folder / "run")
     found = checkpoints.newest() if resume else None
     assert (found is not None) == resume
