@@ -26,7 +26,6 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.attacks import fill, holds
 from fsdp_utils import export_safetensors, load_distributed, save_distributed, verify_checkpoint
 from fsdp_utils.checkpoint import CheckpointError, checkpoints
-from tests.checkpoints import outcome
 
 WAIT_S = 5.0  # for a rank that was killed before it entered
 LIMIT_S = 60.0  # far more than anything here takes
@@ -284,30 +283,6 @@ def test_every_new_name_is_durable_before_anything_else_happens(
 
 
 # ---- several programs at once ------------------------------------------------------------------------------
-
-
-def save_and_say(folder: Path, steps: range, pipe: Connection) -> None:
-    outcomes = [outcome(lambda step=step: save_one(folder, step)) for step in steps]
-    pipe.send([one.error for one in outcomes if one.error])  # the other one may have saved all of the time
-
-
-def test_two_programs_that_keep_one_never_show_a_reader_a_mixture(tmp_path: Path) -> None:
-    save_one(tmp_path, 1)
-    loaded, refused = [], []
-    limit = time.monotonic() + LIMIT_S
-    with children(*[(save_and_say, tmp_path, range(first, first + 6)) for first in (2, 102)]) as programs:
-        while not all(child.heard or child.hear(wait_s=0) for child in programs):
-            assert time.monotonic() < limit
-            try:
-                loaded.append(load_one(tmp_path))
-            except CheckpointError as error:  # it was deleted meanwhile
-                refused.append(str(error))
-    assert loaded or refused
-    assert all(": expected" in text and ", found" in text for text in refused), refused
-    told = [text for child in programs for text in child.heard[0]]
-    assert all(": expected to be the only program that saves there, found" in text for text in told), told
-    assert load_one(tmp_path) in (*range(2, 8), *range(102, 108))
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 def hold(directory: Path, pipe: Connection) -> None:

@@ -1,6 +1,6 @@
 """Checkpoints of optimizers: every kind goes on bit by bit, one or several, and others are refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fsdp_utils import CheckpointError, load_distributed, run_on_ranks, save_distributed
-from tests.checkpoints import KINDS, Data, assert_told, build, fingerprint, outcome, rank, refusals, train
+from tests.checkpoints import KINDS, Data, assert_told, build, fingerprint, rank, refusals, train
 
 Params = list[nn.Parameter]
 Optimizers = Optimizer | list[Optimizer] | dict[Any, Optimizer]
@@ -120,9 +120,9 @@ def save_every(folder: Path) -> dict[str, tuple[list[float], list[str]]]:
     return found
 
 
-def load_every(folder: Path) -> dict[str, tuple[list[float], list[str]]]:
+def load_every(folder: Path, kinds: Iterable[str]) -> dict[str, tuple[list[float], list[str]]]:
     found = {}
-    for kind in EVERY:
+    for kind in kinds:
         model, optimizers = made(kind, 1)
         # several are told apart by their parameters, not by their order or names
         state = load_distributed(folder / kind, model, each(optimizers)[::-1])
@@ -132,9 +132,10 @@ def load_every(folder: Path) -> dict[str, tuple[list[float], list[str]]]:
 
 def test_every_optimizer_goes_on_as_it_would_have(tmp_path: Path) -> None:
     expected = run_on_ranks(save_every, tmp_path)
-    for found, on_rank in zip(run_on_ranks(load_every, tmp_path), expected, strict=True):
+    for found, on_rank in zip(run_on_ranks(load_every, tmp_path, [*EVERY]), expected, strict=True):
         assert [kind for kind in EVERY if found[kind] != on_rank[kind]] == []
-    for kind, (losses, held) in run_on_ranks(load_every, tmp_path, world_size=3)[0].items():
+    some = ("AdamW, amsgrad", "state in float64", "two", "Muon and AdamW", "one for each parameter")
+    for kind, (losses, held) in run_on_ranks(load_every, tmp_path, some, world_size=3)[0].items():
         assert held == expected[0][kind][1], kind
         rel = 1e-2 if "Muon" in kind else 1e-4  # Muon computes in bfloat16
         assert losses == pytest.approx(expected[0][kind][0], rel=rel), kind
@@ -191,29 +192,7 @@ class Own(AdamW):
     """An optimizer of somebody's own."""
 
 
-class Accelerated(Optimizer):
-    """As Accelerate's wrapper around an optimizer."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-
-    state = property(lambda self: self.optimizer.state)
-    param_groups = property(lambda self: self.optimizer.param_groups)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict)
-
-
-RELATED: dict[str, Callable[[Any], Optimizer]] = {
-    "AdamW": AdamW,
-    "Adam": Adam,
-    "Own": Own,
-    "AdamW in a wrapper": lambda params: Accelerated(AdamW(params)),
-}
-CLASSES = RELATED | {"SGD": momentum, "NAdam": torch.optim.NAdam}
+CLASSES: dict[str, Callable[[Any], Optimizer]] = {"AdamW": AdamW, "Adam": Adam, "Own": Own, "SGD": momentum}
 
 
 def one_step(kind: str, seed: int) -> tuple[nn.Module, Optimizer]:
@@ -221,7 +200,7 @@ def one_step(kind: str, seed: int) -> tuple[nn.Module, Optimizer]:
     model = nn.Linear(3, 3)
     optimizer = CLASSES[kind](model.parameters())
     model(torch.ones(1, 3)).sum().backward()
-    getattr(optimizer, "optimizer", optimizer).step()
+    optimizer.step()
     return model, optimizer
 
 
@@ -232,15 +211,12 @@ def test_only_a_related_optimizer_goes_on_and_others_change_nothing(kind: str, t
     for into in CLASSES:
         model, other = one_step(into, 1)
         before = fingerprint(model, other)
-        if kind == into or (kind in RELATED and into in RELATED):
+        if (kind == "SGD") == (into == "SGD"):
             load_distributed(tmp_path, model, other)
-            states = zip(optimizer.state.values(), other.state.values(), strict=True)
-            assert all(
-                torch.equal(one[key], two[key]) for one, two in states for key in one.keys() & two.keys()
-            )
+            for one, two in zip(optimizer.state.values(), other.state.values(), strict=True):
+                assert all(torch.equal(one[key], two[key]) for key in one)
             continue
-        own, there = (name.split()[0].strip(",") for name in (into, kind))
-        with pytest.raises(CheckpointError, match=f"expected the state of {own}, found that of {there}"):
+        with pytest.raises(CheckpointError, match=f"expected the state of {into}, found that of {kind}"):
             load_distributed(tmp_path, model, other)
         assert fingerprint(model, other) == before
 
@@ -259,21 +235,16 @@ def load_others(folder: Path) -> tuple[dict[str, str | None], bool]:
     save_distributed(folder, model, [first, second], step=1)
     others = {
         "fewer": first,
-        "shared": [first, second, momentum(params[:1])],
-        "groups": [first, AdamW(params[3:])],
         "parameters": [momentum(params[:2]), AdamW(params[2:])],
         "class": [first, torch.optim.Adagrad([{"params": params[3:]}, {"params": []}])],
         "order": [second, first] if rank() else [first, second],
         "number": 7,
-        "strings": ["AdamW"],
-        "none": {"first": None},
     }
     before = fingerprint(model, first) + fingerprint(model, second)
     told = refusals({k: lambda given=v: load_distributed(folder, model, given) for k, v in others.items()})
     unsaved = [momentum(params[:3]), momentum(params[3:])][:: -1 if rank() else 1]
     calls: dict[str, Callable[[], object]] = {
         "order of one class": lambda: save_distributed(folder / "x", model, unsaved, step=1),
-        "no optimizer": lambda: save_distributed(folder / "x", model, 7, step=1),  # type: ignore[arg-type]
         "more": lambda: save_distributed(folder / "x", model, Clock(params), step=1),
     }
     told |= refusals(calls)
@@ -282,19 +253,13 @@ def load_others(folder: Path) -> tuple[dict[str, str | None], bool]:
 
 def test_other_optimizers_are_refused_on_all_ranks_and_change_nothing(tmp_path: Path) -> None:
     by_rank = run_on_ranks(load_others, tmp_path)
-    none = "expected a torch.optim.Optimizer, a sequence or mapping of several, or None, found"
     expected = {
         "fewer": "expected optimizers with groups of [3] parameters, found [3, 10, 0] in the checkpoint",
-        "shared": "expected each parameter in one optimizer, found 'embed.weight' in two",
-        "groups": "expected optimizers with groups of [3, 10] parameters, found [3, 10, 0]",
         "parameters": "expected optimizers with groups of [2, 11] parameters, found [3, 10, 0]",
         "class": "expected the state of Adagrad, found that of AdamW",
         "order": "on all ranks",
-        "number": f"{none} int",
-        "strings": f"{none} str",
-        "none": f"{none} NoneType",
+        "number": "expected a torch.optim.Optimizer, a sequence or mapping of several, or None, found int",
         "order of one class": "on all ranks",
-        "no optimizer": f"{none} int",
         "more": "expected an optimizer with a state and param_groups, found ['clock'] in the state_dict()",
     }
     assert_told([told for told, _ in by_rank], expected)
@@ -305,16 +270,11 @@ def test_other_optimizers_are_refused_on_all_ranks_and_change_nothing(tmp_path: 
 
 CHANGES: dict[str, Callable[[Optimizer, Any], object]] = {
     "exp_avg": lambda optimizer, param: optimizer.state.pop(param),
-    "more": lambda optimizer, param: optimizer.state[param].update(more=torch.ones(2)),
     "step": lambda optimizer, param: optimizer.state[param]["step"].add_(1),
-    "max": lambda optimizer, param: optimizer.state[param].update(max=torch.ones(2).to(KIND_OF_RANK[rank()])),
-    "note": lambda optimizer, param: optimizer.state[param].update(note="b"),
     "param_groups[0]['lr']": lambda optimizer, param: optimizer.param_groups[0].update(lr=0.5),
     # this rank's part of a sharded parameter, as a plain tensor
     "local": lambda optimizer, param: optimizer.state[param].update(local=param.to_local().detach().clone()),
 }
-ON_ALL_RANKS = ("max", "local")
-KIND_OF_RANK = (torch.float32, torch.float64)
 
 
 def save_what_differs(folder: Path) -> dict[str, str | None]:
@@ -322,7 +282,7 @@ def save_what_differs(folder: Path) -> dict[str, str | None]:
     for entry, change in CHANGES.items():
         model, optimizer = build("fsdp2")
         train(model, optimizer, Data(), 1)
-        if rank() == 1 or entry in ON_ALL_RANKS:
+        if rank() == 1 or entry == "local":
             change(optimizer, next(model.parameters()))
         told |= refusals({entry: lambda m=model, o=optimizer: save_distributed(folder, m, o, step=1)})
     return told
@@ -373,27 +333,3 @@ def test_a_sharded_state_of_another_shape_than_its_parameter_comes_back_sharded(
     saved, _ = run_on_ranks(quantized, tmp_path, "save")
     assert saved["codes"][:2] == (torch.int8, (Shard(0),))
     assert run_on_ranks(quantized, tmp_path, "load", world_size=3) == [saved] * 3
-
-
-def adafactor(folder: Path) -> tuple[str | None, bool]:
-    """FSDP1 would cut a state into parts of one element for each of the parameter's, which this has not."""
-    found = []
-    for seed in range(2):
-        model, _ = build("ddp", seed=seed)
-        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
-        train(model, optimizer, Data(), 1)
-        if seed:
-            load_distributed(folder, model, optimizer)
-        else:
-            save_distributed(folder, model, optimizer, step=1)
-        states = optimizer.state.values()
-        found.append(torch.cat([value.flatten() for state in states for value in state.values()]))
-    model, _ = build("fsdp1 with use_orig_params")
-    cut = torch.optim.Adafactor(model.parameters())
-    return outcome(lambda: load_distributed(folder, model, cut)).error, torch.equal(*found)
-
-
-def test_a_state_with_fewer_elements_than_its_parameter_is_not_cut(tmp_path: Path) -> None:
-    for error, same in run_on_ranks(adafactor, tmp_path):
-        assert same
-        assert "_var' of embed.weight: expected shape [11, 6], the parameter's" in str(error)

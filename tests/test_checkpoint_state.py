@@ -13,8 +13,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp import StateDictType, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fsdp_utils import CheckpointError, load_distributed, run_on_ranks, save_distributed
@@ -129,10 +128,6 @@ class Custom:
     pass
 
 
-class Text(str):
-    pass
-
-
 class Broken:
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError("no state here")
@@ -141,21 +136,14 @@ class Broken:
 
 
 Pair = namedtuple("Pair", "first second")
-endless: list[Any] = []
-endless.append(endless)
 ONE = torch.ones(1)
 SCHEDULER = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([ONE]), 2)
 UNSAVABLE: dict[str, tuple[Any, str]] = {
     "an object": (Custom(), r"x: expected full tensors.*found a \S+\.Custom.* Save what it consists of"),
-    "deep": ({"a": [1, (Custom(),)]}, r"x\.a\.1\.0: .*Custom"),
     "with a state": ([SCHEDULER], r"x\.0: .*StepLR.*such as its \.state_dict\(\)"),
     "no dict": ({"x": defaultdict(list)}, r"x\.x: .*defaultdict.*such as .*dict\(it\)"),
     "named tuple": (Pair(1, 2), r"x: .*Pair"),
-    "generator": (torch.Generator(), r"x: .*Generator"),
-    "kind of text": (Text("a"), r"x: .*Text"),
-    "array of objects": (np.array([None]), r"x: .*numpy\.ndarray"),
     "large array": (np.ones(1 << 18), r"x: .*numpy\.ndarray.*torch\.from_numpy\(it\)"),
-    "itself": (endless, "RecursionError: maximum recursion depth"),
     "complex128": (torch.ones(2, dtype=torch.complex128), r"x: .*found a Tensor of torch\.complex128"),
     "sparse": (torch.eye(2).to_sparse(), r"x: "),
     "on meta": (torch.ones(2, device="meta"), r"x: "),
@@ -278,33 +266,23 @@ def wrong_calls(folder: Path) -> dict[str, str | None]:
     mesh = init_device_mesh("cpu", (2,))
     part = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])
     flat = build("fsdp1")[0]
-    with FSDP1.state_dict_type(flat, StateDictType.SHARDED_STATE_DICT):
-        parts = flat.state_dict()
     one = torch.tensor([1 + 1j])
     copies = [DTensor.from_local(torch.full((2,), float(rank())), mesh, [Replicate()], run_check=False)]
     save_distributed(folder, model, step=1, state={"data": Loader(1)})
-    extras, with_extra = {"number": rank(), "in a dict": {"a": ONE * rank()}}, Buffers(filled=True)
-    told = {}
-    for name, with_extra.extra in extras.items():
-        told |= refusals({name: lambda: save_distributed(folder / "x", with_extra, step=1)})
-        save_distributed(folder / name, with_extra, step=1, per_rank={"_extra_state": with_extra.extra})
+    (with_extra := Buffers(filled=True)).extra = {"a": ONE * rank()}
+    told = refusals({"extra": lambda: save_distributed(folder / "x", with_extra, step=1)})
+    save_distributed(folder / "extra", with_extra, step=1, per_rank={"_extra_state": with_extra.extra})
     states: dict[str, dict[str, Any]] = {
         "value": {"a": 1, "b": {"x": rank()}},
-        "type": {"b": 1 if rank() else 1.0},
         "bit": {"b": one.conj() if rank() else one},
         "tensor": {"b": [torch.full((2,), rank())]},
-        "sharded": {"b": part if rank() else torch.ones(2)},
-        "names": {f"b{rank()}": 1},
         "broken": {"data": Broken() if rank() else Loader()},
         "partial": {"b": [DTensor.from_local(torch.ones(2), mesh, [Partial()])]},
         "copies": {"b": copies},
-        "parts": {"average": parts},
         "model": {"average": flat},
     }
     given: dict[str, Any] = {
         "missing": {"scheduler": scheduler},
-        "plain": {"data": {"place": 0}},
-        "pairs": [("data", Loader())],
         "differs": {"data": Loader()} if rank() else {},
         "raises": {"data": Loader(-rank())},
     }
@@ -315,28 +293,20 @@ def wrong_calls(folder: Path) -> dict[str, str | None]:
 
 
 def test_what_cannot_be_saved_or_loaded_is_the_same_error_on_all_ranks(tmp_path: Path) -> None:
-    extra = ("_extra_state", "on all ranks", "rank 1", "goes into per_rank=")
     expected = {
-        "number": extra,
-        "in a dict": extra,
+        "extra": ("_extra_state", "on all ranks", "rank 1", "goes into per_rank="),
         "copies": "found that 'state.b.0' on rank 1 differs from rank 0",
         "value": ("state", "'b'", "rank 1", "per_rank"),
-        "type": ("state", "'b'", "rank 1", "per_rank"),
         "bit": ("state.b", "rank 1", "per_rank"),
         "tensor": ("state.b.0", "rank 1", "per_rank"),
-        "sharded": ("state.b", "rank 1"),
-        "names": ("names in state", "on all ranks"),
         "broken": ("rank 1", "no state here"),
         "partial": ("state.b.0: expected one contiguous part of the tensor on each rank, found P(sum)",),
-        "parts": ("state.average.", "found a torch.distributed._shard.sharded_tensor"),
         "model": ("state 'average': expected an object whose state_dict() involves no other rank",),
         "own part": ("per_rank.", "b: expected a tensor of this rank, found a DTensor"),
         "missing": (
             "state 'scheduler': expected one state in the checkpoint, found none",
             "has ['data']",
         ),
-        "plain": ("state 'data': expected an object with state_dict() and load_state_dict(), found a dict",),
-        "pairs": (MAPPING, "found a list"),
         "differs": ("expected the same state on all ranks",),
         "raises": ("rank 1: state 'data': load_state_dict() of Loader failed", "may be partly loaded"),
     }
