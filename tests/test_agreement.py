@@ -132,16 +132,6 @@ def test_entries_that_differ_are_named_with_the_ranks_of_each_value() -> None:
     assert equal == ("", "")
 
 
-def test_the_group_lasts_from_call_to_call_until_it_is_closed(two_ranks: TwoRanks) -> None:
-    def fn() -> list[bool]:
-        first, second = enter(), enter()
-        kept = first.group is second.group
-        first.close()
-        return [kept, enter().all(rank) == [0, 1]]
-
-    assert two_ranks(fn) == [[True, True]] * 2
-
-
 def test_however_short_the_wait_absent_ranks_are_named_and_all_find_together_again() -> None:
     def fn() -> tuple[tuple[str, str], list[int]]:
         alone = told(lambda: enter(wait_s=1e-3)) if rank() < 2 else ("", "")

@@ -138,13 +138,6 @@ def test_a_collective_that_some_ranks_never_enter_ends_and_shows_where_each_stan
     assert "---->   2     dist.all_reduce(x)" in failed.traceback
     assert "rank 2 had finished the cell\nrank 3 had finished the cell" in failed.traceback
     assert "waits at most 1 s" in failed.traceback
-    four.run(
-        "%%ranks\nfrom torch.distributed.device_mesh import init_device_mesh\n"
-        "from torch.distributed.tensor import Shard, distribute_tensor\n"
-        "tensor = distribute_tensor(torch.ones(4), init_device_mesh('cpu', (4,)), [Shard(0)])"
-    )
-    failed = four.run("%%ranks --timeout 1\nif rank == 0:\n    tensor.full_tensor()")
-    assert "waits at most 1 s" in failed.traceback
 
 
 def test_a_rank_that_dies_is_named_and_replaced(four: Notebook) -> None:
@@ -228,11 +221,6 @@ def test_what_cannot_be_described_or_travel_ends_its_cell_and_is_told(four: Note
         four.run(f"%%ranks\nclass Odd:\n    def __reduce__(self): {reduce}")
         failed = four.run("ranks.get('Odd()')")
         assert failed.error.startswith(f"RankError: ranks.get('Odd()') raised {told}")
-
-
-def test_an_object_of_a_class_from_a_cell_arrives(four: Notebook) -> None:
-    four.run("%%ranks\nclass Mine:\n    def __init__(self): self.rank = rank")
-    assert four.run("[mine.rank for mine in ranks.get('Mine()')]").value == "[0, 1, 2, 3]"
 
 
 def test_a_rank_that_is_stopped_is_replaced_when_its_cell_is_interrupted(four: Notebook) -> None:
