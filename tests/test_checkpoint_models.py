@@ -87,18 +87,19 @@ def load_all(folder: Path, ways: list[tuple[str, str]]) -> list[Losses]:
     return found
 
 
+def save_and_load(folder: Path) -> tuple[dict[str, Losses], list[Losses]]:
+    return save_all(folder), load_all(folder, [("fsdp2", kind) for kind in ALL])
+
+
 def test_training_goes_on_from_every_wrapper_into_every_wrapper(tmp_path: Path) -> None:
-    saved = run_on_ranks(save_all, tmp_path)[0]
-    expected = saved["fsdp2"]
+    saved, loaded = run_on_ranks(save_and_load, tmp_path)[0]
+    assert loaded == list(saved.values())
     names = stored(tmp_path / "fsdp2")
     for kind, losses in saved.items():
-        assert losses == pytest.approx(expected, rel=1e-6), kind
+        assert losses == pytest.approx(saved["fsdp2"], rel=1e-6), kind
         assert stored(tmp_path / kind) == names, "a wrapper is part of a name"
-    ways = [("fsdp2", kind) for kind in ALL]
-    for (saver, kind), found in zip(ways, run_on_ranks(load_all, tmp_path, ways)[0], strict=True):
-        assert found == saved[kind], f"{saver} -> {kind}"
     # other ranks sum the same gradients in another order: float32, over two steps
-    expected = pytest.approx(expected, rel=1e-5)
+    expected = pytest.approx(saved["fsdp2"], rel=1e-5)
     ways = [("fsdp2", kind) for kind in KINDS] + [("ddp", "fsdp2"), ("fsdp1", "fsdp2")]
     for losses in run_on_ranks(load_all, tmp_path, ways, world_size=3)[0]:
         assert losses == expected
@@ -246,11 +247,6 @@ def placements(model: nn.Module) -> list[Any]:
     return [getattr(param, "placements", None) for param in model.parameters()]
 
 
-def save_layouts(folder: Path, layouts: list[str]) -> None:
-    for layout in layouts:
-        save_distributed(folder / layout, *laid_out(layout, 0), step=1)
-
-
 def load_layouts(folder: Path, ways: list[tuple[str, str]], expected: dict[str, Tensor]) -> list[str]:
     """What did not come back as it was, from one layout into another."""
     wrong = []
@@ -265,19 +261,23 @@ def load_layouts(folder: Path, ways: list[tuple[str, str]], expected: dict[str, 
     return wrong
 
 
+def save_and_load_layouts(folder: Path, expected: dict[str, Tensor]) -> list[str]:
+    for layout in LAYOUTS:
+        save_distributed(folder / layout, *laid_out(layout, 0), step=1)
+    return load_layouts(folder, [("columns", layout) for layout in LAYOUTS], expected)
+
+
 def test_every_placement_loads_into_every_other_on_any_number_of_ranks(tmp_path: Path) -> None:
-    expected, layouts = wholes(*laid_out("copies", 0)), list(LAYOUTS)
+    expected = wholes(*laid_out("copies", 0))
     assert len(expected) == 5 * (1 + 3)  # parameters, and what AdamW holds of each
-    run_on_ranks(save_layouts, tmp_path, layouts, world_size=4)
+    assert run_on_ranks(save_and_load_layouts, tmp_path, expected, world_size=4) == [[]] * 4
     numbers = sum(value.nbytes for value in expected.values())
     for folder in tmp_path.iterdir():  # a part that several ranks hold is written once
         headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in folder.rglob("rank-*"))
         assert sum(file.stat().st_size for file in folder.rglob("rank-*")) - headers == numbers
-    ways = [("columns", layout) for layout in layouts]
-    assert run_on_ranks(load_layouts, tmp_path, ways, expected, world_size=4) == [[]] * 4
-    ways = [(layout, "rows") for layout in layouts]
+    ways = [(layout, "rows") for layout in LAYOUTS]
     assert run_on_ranks(load_layouts, tmp_path, ways, expected, world_size=3) == [[]] * 3
-    assert load_layouts(tmp_path, [(layout, "copies") for layout in layouts], expected) == []
+    assert load_layouts(tmp_path, [(layout, "copies") for layout in LAYOUTS], expected) == []
 
 
 # ---- frozen parameters -------------------------------------------------------------------------------------

@@ -71,13 +71,9 @@ EVERY: dict[str, Callable[[Params], Optimizers]] = {
     "AdamW": lambda params: AdamW(params, lr=0.01),
     "AdamW, amsgrad": lambda params: AdamW(params, amsgrad=True),
     "AdamW, a tensor as rate": lambda params: AdamW(params, lr=torch.tensor(0.01), foreach=False),
-    "Adam": lambda params: Adam(params, lr=0.01),
-    "Adadelta": lambda params: torch.optim.Adadelta(params),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01, initial_accumulator_value=0.1),
-    "Adamax": lambda params: torch.optim.Adamax(params),
     "ASGD": lambda params: torch.optim.ASGD(params, t0=1),
     "NAdam": lambda params: torch.optim.NAdam(params),
-    "RAdam": lambda params: torch.optim.RAdam(params),
     "RMSprop": lambda params: torch.optim.RMSprop(params, momentum=0.9, centered=True),
     "SGD": lambda params: SGD(params, lr=0.01),
     "SGD, momentum": momentum,
@@ -130,15 +126,20 @@ def load_every(folder: Path, kinds: Iterable[str]) -> dict[str, tuple[list[float
     return found
 
 
+def save_and_load_every(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    return save_every(folder), load_every(folder, EVERY)
+
+
 def test_every_optimizer_goes_on_as_it_would_have(tmp_path: Path) -> None:
-    expected = run_on_ranks(save_every, tmp_path)
-    for found, on_rank in zip(run_on_ranks(load_every, tmp_path, [*EVERY]), expected, strict=True):
-        assert [kind for kind in EVERY if found[kind] != on_rank[kind]] == []
+    by_rank = run_on_ranks(save_and_load_every, tmp_path)
+    for saved, found in by_rank:
+        assert [kind for kind in EVERY if found[kind] != saved[kind]] == []
+    expected = by_rank[0][0]
     some = ("AdamW, amsgrad", "state in float64", "two", "Muon and AdamW", "one for each parameter")
     for kind, (losses, held) in run_on_ranks(load_every, tmp_path, some, world_size=3)[0].items():
-        assert held == expected[0][kind][1], kind
+        assert held == expected[kind][1], kind
         rel = 1e-2 if "Muon" in kind else 1e-4  # Muon computes in bfloat16
-        assert losses == pytest.approx(expected[0][kind][0], rel=rel), kind
+        assert losses == pytest.approx(expected[kind][0], rel=rel), kind
 
 
 def wrapped(kind: str) -> tuple[nn.Module, list[Optimizer]]:
