@@ -1,7 +1,6 @@
 """Checkpoints of optimizers: every kind goes on bit by bit, one or several, and others are refused."""
 
 from collections.abc import Callable, Iterable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fsdp_utils import CheckpointError, load_distributed, run_on_ranks, save_distributed
-from tests.checkpoints import KINDS, Data, assert_told, build, fingerprint, rank, refusals, train
+from tests.checkpoints import Data, assert_told, build, fingerprint, rank, refusals, train
 
 Params = list[nn.Parameter]
 Optimizers = Optimizer | list[Optimizer] | dict[Any, Optimizer]
@@ -140,50 +139,6 @@ def test_every_optimizer_goes_on_as_it_would_have(tmp_path: Path) -> None:
         assert held == expected[kind][1], kind
         rel = 1e-2 if "Muon" in kind else 1e-4  # Muon computes in bfloat16
         assert losses == pytest.approx(expected[kind][0], rel=rel), kind
-
-
-def wrapped(kind: str) -> tuple[nn.Module, list[Optimizer]]:
-    """With two optimizers, whose parameter groups are partly empty."""
-    model, optimizer = build(kind)
-    blocks, others = (group["params"] for group in optimizer.param_groups)
-    empty = [{"params": [], "lr": 0.1 * number} for number in range(3)]
-    first = [empty[0], {"params": blocks, "lr": 0.02}, empty[1]]
-    return model, [SGD(first, lr=0.0, momentum=0.9), AdamW([{"params": others}, empty[2]], lr=3e-2)]
-
-
-def rates(optimizers: list[Optimizer]) -> list[float]:
-    return [group["lr"] for one in optimizers for group in one.param_groups]
-
-
-def save_and_load_wrapped(folder: Path) -> dict[str, tuple[bool, ...]]:
-    """Whether training goes on from a save, in a model that has trained since.
-
-    A save before the first step takes none, and a load then leaves no state.
-    """
-    right = {}
-    for kind, steps in product(KINDS, (0, 2)):
-        (model, optimizers), data = wrapped(kind), Data()
-        train(model, optimizers, data, steps)
-        place, before = data.generator.get_state(), rates(optimizers)
-        states = [len(one.state) for one in optimizers]
-        save_distributed(folder / f"{kind} {steps}", model, optimizers, step=steps)
-        losses = train(model, optimizers, Data(place), 2)
-        for group in (group for one in optimizers for group in one.param_groups):
-            group["lr"] = 0.0
-        load_distributed(folder / f"{kind} {steps}", model, optimizers)
-        undisturbed, others = wrapped(kind)
-        right[f"{kind} after {steps} steps"] = (
-            [len(one.state) for one in optimizers] == states,
-            rates(optimizers) == before,
-            train(model, optimizers, Data(place), 2) == losses,
-            train(undisturbed, others, Data(), steps + 2)[steps:] == losses,
-        )
-    return right
-
-
-def test_two_optimizers_with_empty_groups_go_on_under_any_wrapper(tmp_path: Path) -> None:
-    for right in run_on_ranks(save_and_load_wrapped, tmp_path):
-        assert {name: found for name, found in right.items() if not all(found)} == {}
 
 
 # ---- other optimizers --------------------------------------------------------------------------------------
