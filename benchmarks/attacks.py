@@ -203,10 +203,10 @@ def kill(folder: Path, chance: random.Random) -> Outcome:
 
 Attack = Callable[[Path, random.Random], Outcome]
 ATTACKS: dict[str, tuple[Attack, int, int]] = {  # how many in the long form and in the short one
-    "bit flips": (flip, 500, 20),
-    "  plain DCP": (flip_in_plain_dcp, 500, 20),
+    "bit flips": (flip, 500, 6),
+    "  plain DCP": (flip_in_plain_dcp, 500, 2),
     "forged safetensors": (forge, 200, 20),
-    "kills in saves": (kill, 50, 3),
+    "kills in saves": (kill, 50, 2),
 }
 
 

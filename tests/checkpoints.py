@@ -194,15 +194,16 @@ class Outcome(NamedTuple):
 
     error: str | None
     seconds: float
+    kind: str = ""  # the error's class
 
 
 def outcome(call: Callable[[], object]) -> Outcome:
-    start, error = time.monotonic(), None
+    start, error, kind = time.monotonic(), None, ""
     try:
         call()
     except CheckpointError as caught:
-        error = str(caught)
-    return Outcome(error, time.monotonic() - start)
+        error, kind = str(caught), type(caught).__name__
+    return Outcome(error, time.monotonic() - start, kind)
 
 
 def refusals(calls: Mapping[str, Callable[[], object]]) -> dict[str, str | None]:

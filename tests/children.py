@@ -1,8 +1,6 @@
 """What the tests of child tuning share: a small model with rows that do not divide, however it is wrapped."""
 
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,9 +86,3 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 def _plain(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "").removeprefix("module.")
-
-
-def on_ranks(fn: Callable[..., Any], *arguments: Any, world_size: int) -> list[Any]:
-    from fsdp_utils import run_on_ranks
-
-    return run_on_ranks(fn, *arguments, world_size=world_size, timeout=90)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -54,21 +53,6 @@ def fails_on_1(error: Exception) -> Callable[[], None]:
     return fn
 
 
-def test_ranks_exchange_results(two_ranks: TwoRanks) -> None:
-    def fn() -> list[Any]:
-        ranks = enter(lambda: {"same": 1})
-        found = [
-            ranks.all(lambda: 10 * rank()),
-            ranks.first(lambda: f"from {rank()}"),
-        ]
-        ranks.same("entries", {"a": "1"})
-        found.append(ranks.each(lambda: rank()))
-        ranks.close()
-        return found
-
-    assert two_ranks(fn) == [[[0, 10], "from 0", 0], [[0, 10], "from 0", 1]]
-
-
 def test_a_failure_on_one_rank_is_the_same_error_on_all_and_they_go_on(two_ranks: TwoRanks) -> None:
     def fn() -> list[tuple[str, str]]:
         ranks = enter()
@@ -80,7 +64,12 @@ def test_a_failure_on_one_rank_is_the_same_error_on_all_and_they_go_on(two_ranks
         ]
         ranks.consequence = ". Mind the step."
         found.append(told(lambda: ranks.all(lambda: 1 // 0)))
-        found.append(("", str(ranks.all(rank))))
+        results = (
+            ranks.all(lambda: 10 * rank()),
+            ranks.first(lambda: f"from {rank()}"),
+            ranks.each(rank) == rank(),
+        )
+        found.append(("", str(results)))
         name = ["save", "load"][rank()]
         return [*found, told(lambda: agree(name, dict, error=RoomError, topic="test"))]
 
@@ -92,7 +81,7 @@ def test_a_failure_on_one_rank_is_the_same_error_on_all_and_they_go_on(two_ranks
         ("NoSuchRoomError", "enter: rank 1: gone"),
         ("RoomError", f"enter: rank 0: {zero}"),
         ("RoomError", f"enter: {zero}. Mind the step."),
-        ("", "[0, 1]"),
+        ("", "([0, 10], 'from 0', True)"),
         (
             "RoomError",
             'expected the same call on all ranks, found rank 0: "save"; rank 1: "load". Decide on one rank '
@@ -141,16 +130,6 @@ def test_entries_that_differ_are_named_with_the_ranks_of_each_value() -> None:
     assert len(lines) == 3
     assert lines[-1].endswith(". Mend it.")
     assert equal == ("", "")
-
-
-def test_the_group_lasts_from_call_to_call_until_it_is_closed(two_ranks: TwoRanks) -> None:
-    def fn() -> list[bool]:
-        first, second = enter(), enter()
-        kept = first.group is second.group
-        first.close()
-        return [kept, enter().all(rank) == [0, 1]]
-
-    assert two_ranks(fn) == [[True, True]] * 2
 
 
 def test_however_short_the_wait_absent_ranks_are_named_and_all_find_together_again() -> None:
@@ -204,37 +183,13 @@ def traffic() -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's TCP statistics")
 def test_traffic_grows_with_the_number_of_ranks_and_not_with_its_square() -> None:
-    few, many = (run_on_ranks(traffic, world_size=size)[0] for size in (4, 12))
-    assert many < 1.5 * few * 11 / 3  # the square would be 4 times that
-    assert many / 11 * 1023 < 20e6  # at 1,024 ranks
+    few, many = (run_on_ranks(traffic, world_size=size)[0] for size in (3, 8))
+    assert many < 1.5 * few * 7 / 2  # the square would be 2 times that
+    assert many / 7 * 1023 < 20e6  # at 1,024 ranks
 
 
-def test_no_rank_goes_on_before_all_are_connected(two_ranks: TwoRanks, tmp_path: Path) -> None:
-    """One that closed its group at once would cut off those that still connect."""
-
-    def fn() -> bool:
-        connect, connected = dist.new_group, tmp_path / "connected"
-
-        def connect_slowly(**options: Any) -> Any:
-            made = connect(**options)
-            if rank() == 1:
-                time.sleep(1.3)
-                connected.touch()
-            return made
-
-        dist.barrier()
-        with patch.object(dist, "new_group", connect_slowly):
-            ranks = enter(wait_s=1.0)
-        found = connected.exists()
-        ranks.close()
-        return found
-
-    assert two_ranks(fn) == [True, True]
-
-
-@pytest.mark.parametrize("exchange", ["all", "each", "first", "same"])
-def test_a_rank_that_leaves_is_noticed_at_once(two_ranks: TwoRanks, exchange: str) -> None:
-    def fn() -> tuple[str, float]:
+def test_a_rank_that_leaves_is_noticed_at_once(two_ranks: TwoRanks) -> None:
+    def notice(exchange: str) -> tuple[str, float]:
         ranks = enter(wait_s=60)
         if rank() == 1:
             ranks.close()
@@ -253,11 +208,10 @@ def test_a_rank_that_leaves_is_noticed_at_once(two_ranks: TwoRanks, exchange: st
         dist.barrier()
         return text, seconds
 
-    text, seconds = two_ranks(fn)[0]
-    assert re.match(
-        r"enter: rank 0 heard nothing from another rank for \d\.\d s: it is late or gone \(", text
-    )
-    assert seconds < 5
+    for text, seconds in two_ranks(lambda: list(map(notice, ("all", "each", "first", "same"))))[0]:
+        pattern = r"enter: rank 0 heard nothing from another rank for \d\.\d s: it is late or gone \("
+        assert re.match(pattern, text)
+        assert seconds < 5
 
 
 def test_a_process_on_its_own_agrees_with_itself() -> None:

@@ -13,13 +13,12 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp import StateDictType, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fsdp_utils import CheckpointError, load_distributed, run_on_ranks, save_distributed
 from fsdp_utils.checkpoint import PerRank
-from tests.checkpoints import assert_told, build, outcome, rank, refusals, whole, wholes, world_size
+from tests.checkpoints import assert_told, build, outcome, rank, refusals, whole, wholes
 
 # ---- values ------------------------------------------------------------------------------------------------
 
@@ -129,10 +128,6 @@ class Custom:
     pass
 
 
-class Text(str):
-    pass
-
-
 class Broken:
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError("no state here")
@@ -141,21 +136,14 @@ class Broken:
 
 
 Pair = namedtuple("Pair", "first second")
-endless: list[Any] = []
-endless.append(endless)
 ONE = torch.ones(1)
 SCHEDULER = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([ONE]), 2)
 UNSAVABLE: dict[str, tuple[Any, str]] = {
     "an object": (Custom(), r"x: expected full tensors.*found a \S+\.Custom.* Save what it consists of"),
-    "deep": ({"a": [1, (Custom(),)]}, r"x\.a\.1\.0: .*Custom"),
     "with a state": ([SCHEDULER], r"x\.0: .*StepLR.*such as its \.state_dict\(\)"),
     "no dict": ({"x": defaultdict(list)}, r"x\.x: .*defaultdict.*such as .*dict\(it\)"),
     "named tuple": (Pair(1, 2), r"x: .*Pair"),
-    "generator": (torch.Generator(), r"x: .*Generator"),
-    "kind of text": (Text("a"), r"x: .*Text"),
-    "array of objects": (np.array([None]), r"x: .*numpy\.ndarray"),
     "large array": (np.ones(1 << 18), r"x: .*numpy\.ndarray.*torch\.from_numpy\(it\)"),
-    "itself": (endless, "RecursionError: maximum recursion depth"),
     "complex128": (torch.ones(2, dtype=torch.complex128), r"x: .*found a Tensor of torch\.complex128"),
     "sparse": (torch.eye(2).to_sparse(), r"x: "),
     "on meta": (torch.ones(2, device="meta"), r"x: "),
@@ -178,7 +166,7 @@ STEP = "expected step to be a whole number of at least 0, found"
 KEEP = "expected keep to be a whole number of at least 1, or None, found"
 MAPPING = "to be a mapping from names to values"
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    *(({"step": step}, STEP) for step in (True, 1.0, "1", None, -1, np.int64(1))),
+    *(({"step": step}, STEP) for step in (True, 1.0, None, -1)),
     *(({"step": 1, "keep": keep}, KEEP) for keep in (True, 0, 2.0)),
     *(({"step": 1, name: [("a", 1)]}, MAPPING) for name in ("state", "per_rank")),
     ({"step": 1, "state": {1: 2}}, r"found a dict \{1: 2\}"),
@@ -223,7 +211,7 @@ class Loader:
 
 
 def with_objects(seed: int) -> tuple[Any, Any, Any]:
-    model, optimizer = build("fsdp2" if dist.is_initialized() else "none", seed=seed)
+    model, optimizer = build("fsdp2", seed=seed)
     return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
 
 
@@ -270,40 +258,28 @@ def test_objects_are_loaded_in_place_and_values_of_ranks_come_back_to_them(tmp_p
     expected = run_on_ranks(save_objects, tmp_path)[0]
     run_on_ranks(load_objects, tmp_path, expected)
     run_on_ranks(load_on_others, tmp_path, world_size=3)
-    load_on_others(tmp_path)
 
 
 def wrong_calls(folder: Path) -> dict[str, str | None]:
     model, _, scheduler = with_objects(0)
     mesh = init_device_mesh("cpu", (2,))
     part = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])
-    flat = build("fsdp1")[0]
-    with FSDP1.state_dict_type(flat, StateDictType.SHARDED_STATE_DICT):
-        parts = flat.state_dict()
     one = torch.tensor([1 + 1j])
     copies = [DTensor.from_local(torch.full((2,), float(rank())), mesh, [Replicate()], run_check=False)]
     save_distributed(folder, model, step=1, state={"data": Loader(1)})
-    extras, with_extra = {"number": rank(), "in a dict": {"a": ONE * rank()}}, Buffers(filled=True)
-    told = {}
-    for name, with_extra.extra in extras.items():
-        told |= refusals({name: lambda: save_distributed(folder / "x", with_extra, step=1)})
-        save_distributed(folder / name, with_extra, step=1, per_rank={"_extra_state": with_extra.extra})
+    (with_extra := Buffers(filled=True)).extra = {"a": ONE * rank()}
+    told = refusals({"extra": lambda: save_distributed(folder / "x", with_extra, step=1)})
+    save_distributed(folder / "extra", with_extra, step=1, per_rank={"_extra_state": with_extra.extra})
     states: dict[str, dict[str, Any]] = {
         "value": {"a": 1, "b": {"x": rank()}},
-        "type": {"b": 1 if rank() else 1.0},
         "bit": {"b": one.conj() if rank() else one},
         "tensor": {"b": [torch.full((2,), rank())]},
-        "sharded": {"b": part if rank() else torch.ones(2)},
-        "names": {f"b{rank()}": 1},
         "broken": {"data": Broken() if rank() else Loader()},
         "partial": {"b": [DTensor.from_local(torch.ones(2), mesh, [Partial()])]},
         "copies": {"b": copies},
-        "parts": {"average": parts},
     }
     given: dict[str, Any] = {
         "missing": {"scheduler": scheduler},
-        "plain": {"data": {"place": 0}},
-        "pairs": [("data", Loader())],
         "differs": {"data": Loader()} if rank() else {},
         "raises": {"data": Loader(-rank())},
     }
@@ -314,27 +290,19 @@ def wrong_calls(folder: Path) -> dict[str, str | None]:
 
 
 def test_what_cannot_be_saved_or_loaded_is_the_same_error_on_all_ranks(tmp_path: Path) -> None:
-    extra = ("_extra_state", "on all ranks", "rank 1", "goes into per_rank=")
     expected = {
-        "number": extra,
-        "in a dict": extra,
+        "extra": ("_extra_state", "on all ranks", "rank 1", "goes into per_rank="),
         "copies": "found that 'state.b.0' on rank 1 differs from rank 0",
         "value": ("state", "'b'", "rank 1", "per_rank"),
-        "type": ("state", "'b'", "rank 1", "per_rank"),
         "bit": ("state.b", "rank 1", "per_rank"),
         "tensor": ("state.b.0", "rank 1", "per_rank"),
-        "sharded": ("state.b", "rank 1"),
-        "names": ("names in state", "on all ranks"),
         "broken": ("rank 1", "no state here"),
         "partial": ("state.b.0: expected one contiguous part of the tensor on each rank, found P(sum)",),
-        "parts": ("state.average.", "found a torch.distributed._shard.sharded_tensor"),
         "own part": ("per_rank.", "b: expected a tensor of this rank, found a DTensor"),
         "missing": (
             "state 'scheduler': expected one state in the checkpoint, found none",
             "has ['data']",
         ),
-        "plain": ("state 'data': expected an object with state_dict() and load_state_dict(), found a dict",),
-        "pairs": (MAPPING, "found a list"),
         "differs": ("expected the same state on all ranks",),
         "raises": ("rank 1: state 'data': load_state_dict() of Loader failed", "may be partly loaded"),
     }
@@ -373,7 +341,7 @@ def linear(columns: bool, seed: int = 0) -> Any:
 def save_trees(folder: Path) -> None:
     """Of averages, a second optimizer, a second model, and tensors of all placements."""
     model = linear(columns=False)
-    mesh = init_device_mesh("cpu", (world_size() // 2, 2))
+    mesh = init_device_mesh("cpu", (2, 2))
     average = distribute_tensor(numbers(0), mesh, [Replicate(), Shard(0)])
     state: dict[str, Any] = {
         "average": {"module.0.weight": average, "decay": 0.9},
@@ -420,9 +388,8 @@ def load_trees(folder: Path, columns: bool) -> list[str]:
     return wrong + [name for name, value in wholes(second).items() if not torch.equal(value, expected[name])]
 
 
-@pytest.mark.parametrize("savers", [2, 4])
-def test_sharded_tensors_in_the_state_come_back_as_the_model_is_sharded(savers: int, tmp_path: Path) -> None:
-    run_on_ranks(save_trees, tmp_path, world_size=savers)
-    for ranks, columns in ((2, True), (2, False), (3, False), (4, True)):
+def test_sharded_tensors_in_the_state_come_back_as_the_model_is_sharded(tmp_path: Path) -> None:
+    run_on_ranks(save_trees, tmp_path, world_size=4)
+    for ranks, columns in ((2, True), (3, False)):
         assert run_on_ranks(load_trees, tmp_path, columns, world_size=ranks) == [[]] * ranks
     assert load_trees(tmp_path, False) == []

@@ -47,14 +47,6 @@ def test_before_there_is_a_group_the_launcher_is_believed(
     assert who_am_i() == expected
 
 
-def test_the_group_is_believed_before_the_environment(two_ranks: TwoRanks) -> None:
-    def fn() -> tuple[int, int, int]:
-        os.environ.update(RANK="7", WORLD_SIZE="16")
-        return who_am_i()
-
-    assert two_ranks(fn) == [(0, 2, 0), (1, 2, 1)]
-
-
 # ---- rank0_first ---------------------------------------------------------------------------------------
 
 
@@ -71,18 +63,8 @@ def test_rank_0_goes_first_and_the_others_see_what_it_did(two_ranks: TwoRanks, t
     assert two_ranks(fn) == [[False] * 3, [True] * 3]
 
 
-@pytest.mark.parametrize(
-    ("fails", "expected"),
-    [
-        (lambda: Path("/no/dataset").read_text(), "FileNotFoundError: [Errno 2] No such file or directory"),
-        (lambda: sys.exit("stop here"), "RuntimeError: rank 0, in rank0_first: SystemExit: stop here"),
-    ],
-    ids=["raises", "exits"],
-)
-def test_when_rank_0_fails_the_others_raise_that_and_do_not_run(
-    two_ranks: TwoRanks, fails: Callable[[], Any], expected: str
-) -> None:
-    def fn() -> tuple[bool, str, str]:
+def test_when_rank_0_fails_the_others_raise_that_and_do_not_run(two_ranks: TwoRanks) -> None:
+    def first(fails: Callable[[], Any]) -> tuple[bool, str, str]:
         ran = False
         try:
             with rank0_first(timeout=30):
@@ -92,11 +74,18 @@ def test_when_rank_0_fails_the_others_raise_that_and_do_not_run(
             return ran, f"{type(error).__name__}: {error}", str(error.__cause__)
         return ran, "", ""
 
-    (ran_0, *_), (ran_1, text, cause) = two_ranks(fn)
-    assert (ran_0, ran_1) == (True, False)
-    assert text.startswith(expected)
-    assert "rank 0, in rank0_first" in cause
-    assert "fails()" in cause  # the line
+    ways = [lambda: Path("/no/dataset").read_text(), lambda: sys.exit("stop here")]
+    expected = (
+        "FileNotFoundError: [Errno 2] No such file or directory",
+        "RuntimeError: rank 0, in rank0_first: SystemExit: stop here",
+    )
+    for on_0, (ran, text, cause), said in zip(
+        *two_ranks(lambda: list(map(first, ways))), expected, strict=True
+    ):
+        assert (on_0[0], ran) == (True, False)
+        assert text.startswith(said)
+        assert "rank 0, in rank0_first" in cause
+        assert "fails()" in cause  # the line
 
 
 def test_the_wait_for_rank_0_has_a_limit(two_ranks: TwoRanks) -> None:
@@ -127,12 +116,13 @@ def test_rank0_first_runs_in_a_single_process_and_not_in_ranks_without_a_group(
 
 
 def test_ranks_share_the_order_of_one_process_and_take_equally_many_steps(two_ranks: TwoRanks) -> None:
-    def fn() -> tuple[list[int], int, int]:
+    def fn() -> tuple[list[int], int, int, tuple[int, int, int]]:
         even, dropped = list(sampler(range(5))), list(sampler(range(5), drop_last=True))
-        return list(sampler(range(10), seed=3)), len(even), len(dropped)
+        os.environ.update(RANK="7", WORLD_SIZE="16")  # the group is believed before the environment
+        return list(sampler(range(10), seed=3)), len(even), len(dropped), who_am_i()
 
     alone = list(sampler(range(10), seed=3))
-    assert two_ranks(fn) == [(alone[0::2], 3, 2), (alone[1::2], 3, 2)]
+    assert two_ranks(fn) == [(alone[rank::2], 3, 2, (rank, 2, rank)) for rank in range(2)]
 
 
 def test_a_dataset_without_a_length_is_refused_with_what_to_do() -> None:

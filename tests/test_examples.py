@@ -34,31 +34,16 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fsdp_utils"
 # one process runs these, without a process group; two ranks run all others
 ALONE = {
-    "CheckpointError",
-    "GPU",
-    "Efficiency",
-    "PerRank",
-    "TranslationError",
-    "export_safetensors",
-    "plan",
-    "record_allocations",
-    "run_on_ranks",
-    "simulate_allocator",
-    "translate",
-    "verify_checkpoint",
+    *["CheckpointError", "GPU", "Efficiency", "PerRank", "TranslationError", "export_safetensors", "plan"],
+    *["record_allocations", "run_on_ranks", "simulate_allocator", "translate", "verify_checkpoint"],
 }
 # an example that continues another one, with its variables and its files
 GOES_ON = {
-    "CheckpointDamagedError": "save_distributed",
-    "CheckpointError": "save_distributed",
-    "LoadedState": "save_distributed",
-    "Replay": "record_collectives",
-    "checkpoints": "save_distributed",
-    "export_safetensors": "save_distributed",
-    "load_distributed": "save_distributed",
-    "play": "record_collectives",
+    **dict.fromkeys(["CheckpointDamagedError", "CheckpointError", "LoadedState"], "save_distributed"),
+    **dict.fromkeys(["checkpoints", "export_safetensors"], "save_distributed"),
+    **dict.fromkeys(["load_distributed", "verify_checkpoint"], "save_distributed"),
+    **dict.fromkeys(["Replay", "play"], "record_collectives"),
     "simulate_allocator": "record_allocations",
-    "verify_checkpoint": "save_distributed",
 }
 LIMIT_LINES, LIMIT_COLUMNS = 8, 88  # what the book shows without a scroll bar
 
@@ -350,14 +335,3 @@ def test_a_wrong_example_is_found() -> None:
     assert run("x = 1\nprint(x)  # 1", {}).problem == ""
     assert "printed '1\\n'" in run("x = 1\nprint(x)  # 2", {}).problem
     assert "NameError" in run("train()", {}).problem
-
-
-def test_the_first_line_of_a_property_has_no_colon() -> None:
-    """Sphinx takes the words before it for the type."""
-    properties = {
-        f"{name}.{last}": inspect.getdoc(thing)
-        for name, (_, one) in LISTED.items()
-        for last, thing in (vars(one).items() if inspect.isclass(one) else ())
-        if isinstance(thing, property) and not last.startswith("_")
-    }
-    assert [name for name, text in properties.items() if not text or ": " in text.splitlines()[0]] == []

@@ -1,6 +1,5 @@
 """export_safetensors: read by transformers; LoRA adapters, trained under FSDP2, are read by peft."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,8 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fsdp_utils import CheckpointError, export_safetensors, save_distributed, shard
-from fsdp_utils.integrations.transformers import CheckpointCallback
-from tests.sharded import TwoRanks
-from tests.trainers import llama, trainer_of
+from fsdp_utils import CheckpointError, export_safetensors, run_on_ranks, save_distributed, shard
+from tests.trainers import llama
 
 pytestmark = [
     # a property of transformers 5.23 that peft 0.21 reads
@@ -33,6 +30,7 @@ LORA: dict[str, dict[str, Any]] = {
         "bias": "none",
     },
     "embedding": {"target_modules": ["embed_tokens", "v_proj"], "modules_to_save": ["lm_head"]},
+    "conv1d": {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True},
 }
 
 
@@ -45,28 +43,10 @@ def base_of(name: str) -> Any:
     )
 
 
-def save_base(folder: Path) -> None:
-    for name in ("plain", "conv1d"):
-        save_distributed(folder / name, shard(base_of(name)), step=1)
-
-
-def test_transformers_reads_what_is_exported(two_ranks: TwoRanks, tmp_path: Path) -> None:
-    two_ranks(save_base, tmp_path)
-    for name, limit in (("plain", SMALL), ("conv1d", 4.0), ("conv1d", SMALL)):  # the second has tied weights
-        expected = base_of(name)
-        out = export_safetensors(tmp_path / name, tmp_path / f"{name} {limit}", shard_gib=limit)
-        assert (len(list(out.glob("*.safetensors"))) > 1) == (limit < 1)
-        found = transformers.AutoModelForCausalLM.from_pretrained(out)
-        assert type(found) is type(expected)
-        assert torch.equal(logits(found), logits(expected.eval()))
-
-
 def lora_of(name: str) -> nn.Module:
-    options = LORA.get(name, {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True})
     torch.manual_seed(1)
-    model = peft.get_peft_model(
-        base_of(name), peft.LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=7, **options)
-    )
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=7, **LORA[name])
+    model = peft.get_peft_model(base_of(name), config)
     for param_name, param in model.named_parameters():
         if "lora_" in param_name:
             torch.nn.init.normal_(param)  # B is zero at first
@@ -85,45 +65,46 @@ def trained(name: str, folder: Path) -> Tensor:
     tokens = torch.arange(3, 9).reshape(1, 6)
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
-    save_distributed(folder / "run", model, optimizer, step=1)
+    save_distributed(folder, model, optimizer, step=1)
     return logits(model)
 
 
-@pytest.mark.parametrize("name", [*LORA, "conv1d"])
+def save_all(folder: Path) -> dict[str, Tensor]:
+    for name in ("plain", "conv1d"):
+        save_distributed(folder / "base" / name, shard(base_of(name)), step=1)
+    return {name: trained(name, folder / name) for name in LORA}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """Two models, and one with each kind of adapters with what it computes."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run_on_ranks(save_all, folder)[0]
+
+
+def test_transformers_reads_what_is_exported(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    for name, limit in (("plain", SMALL), ("conv1d", 4.0), ("conv1d", SMALL)):  # the second has tied weights
+        expected = base_of(name)
+        out = export_safetensors(saved[0] / "base" / name, tmp_path / f"{name} {limit}", shard_gib=limit)
+        assert (len(list(out.glob("*.safetensors"))) > 1) == (limit < 1)
+        found = transformers.AutoModelForCausalLM.from_pretrained(out)
+        assert type(found) is type(expected)
+        assert torch.equal(logits(found), logits(expected.eval()))
+
+
+@pytest.mark.parametrize("name", LORA)
 def test_an_adapter_trained_under_fsdp_is_read_by_peft(
-    name: str, two_ranks: TwoRanks, tmp_path: Path
+    name: str, saved: tuple[Path, dict[str, Tensor]], tmp_path: Path
 ) -> None:
-    expected, _ = two_ranks(trained, name, tmp_path)
-    alone = export_safetensors(tmp_path / "run", tmp_path / "alone", adapter_only=True)
+    alone = export_safetensors(saved[0] / name, tmp_path / "alone", adapter_only=True)
     files = sorted(file.name for file in alone.iterdir())
     assert files == ["adapter_config.json", "adapter_model.safetensors"]
     with_peft = peft.PeftModel.from_pretrained(base_of(name), alone)
-    torch.testing.assert_close(logits(with_peft), expected)
+    torch.testing.assert_close(logits(with_peft), saved[1][name])
     with_peft.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
     theirs = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     ours = load_file(alone / "adapter_model.safetensors")
     assert {key: one.shape for key, one in theirs.items()} == {key: one.shape for key, one in ours.items()}
-
-
-def trained_by_trainer(folder: Path, resume: bool) -> Tensor:
-    trainer = trainer_of(
-        "fsdp2", folder / "own", lora_of("plain"), max_steps=4, save_strategy="steps", save_steps=2
-    )
-    checkpoints = CheckpointCallback(trainer, folder / "run")
-    trainer.train(resume_from_checkpoint=checkpoints.newest() if resume else None)
-    return logits(trainer.model)
-
-
-def test_adapters_that_a_trainer_saved_without_their_base_are_resumed_and_exported(
-    two_ranks: TwoRanks, tmp_path: Path
-) -> None:
-    expected, _ = two_ranks(trained_by_trainer, tmp_path, False)
-    shutil.rmtree(next((tmp_path / "run").glob("*step-4")))
-    resumed, _ = two_ranks(trained_by_trainer, tmp_path, True)
-    assert torch.equal(resumed, expected)
-    export_safetensors(tmp_path / "run", tmp_path / "alone", adapter_only=True)
-    with_peft = peft.PeftModel.from_pretrained(base_of("plain"), tmp_path / "alone")
-    torch.testing.assert_close(logits(with_peft), expected)
 
 
 @pytest.mark.parametrize(
@@ -145,22 +126,3 @@ def test_what_cannot_be_exported_is_refused(
     with pytest.raises(CheckpointError, match=said):
         export_safetensors(tmp_path / "run", tmp_path / "out", adapter_only=adapter_only)
     assert not (tmp_path / "out").exists()
-
-
-def test_an_export_that_cannot_name_its_weights_leaves_no_mixture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, replace = tmp_path / "out", Path.replace
-
-    def fails_for_weights(path: Path, target: Path) -> Path:
-        if target.name == "model.safetensors":
-            raise OSError(28, "No space left on device")
-        return replace(path, target)
-
-    save_distributed(tmp_path / "run", llama(), step=1)
-    export_safetensors(tmp_path / "run", out)
-    assert (out / "model.safetensors").exists()
-    monkeypatch.setattr(Path, "replace", fails_for_weights)
-    with pytest.raises(CheckpointError, match="No space left"):
-        export_safetensors(tmp_path / "run", out)
-    assert not (out / "model.safetensors").exists()  # the old one, beside the new config.json

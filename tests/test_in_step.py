@@ -32,7 +32,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_utils import check_in_step, record_collectives, run_on_ranks
-from fsdp_utils.collectives import OutOfStep
 from tests.on_ranks import on_ranks
 
 WAIT_S = 2.0  # the longest that a collective of ranks that part waits

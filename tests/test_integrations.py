@@ -1,9 +1,14 @@
-"""The callbacks under the real Trainer of transformers, with DDP and with FSDP2, on two ranks."""
+"""The callbacks under the real Trainer of transformers, with DDP and with FSDP2, on two ranks.
+
+tests/test_recipes.py resumes the Trainer of book/trainers.md on three ranks.
+"""
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -17,8 +22,28 @@ from fsdp_utils import (
     save_distributed,
 )
 from fsdp_utils.integrations.transformers import CheckpointCallback, MemoryCallback
-from tests.sharded import TwoRanks
-from tests.trainers import KINDS, llama, sharded, trainer_of, weights
+from tests.children import weights
+from tests.trainers import KINDS, llama, sharded, trainer_of
+
+# ---- all of it happens in one launch of two ranks, and in one of a single rank ---------------------------
+
+Scene = Callable[[Path], Any]
+Happened = Callable[[Scene], list[Any]]  # what a scene returned, by rank
+
+
+def play(folder: Path, scenes: Sequence[Scene]) -> dict[str, Any]:
+    return {scene.__name__: scene(folder / scene.__name__) for scene in scenes}
+
+
+@pytest.fixture(scope="module")
+def happened(tmp_path_factory: pytest.TempPathFactory) -> Happened:
+    on_two = (measured, child_tuned, stopped_and_resumed, looked_for)
+    alone = (interrupted, refused)
+    folder = tmp_path_factory.mktemp("scenes")
+    by_rank = run_on_ranks(play, folder, on_two, timeout=110)
+    by_rank.append(run_on_ranks(play, folder, alone, world_size=1)[0])
+    return lambda scene: [found[scene.__name__] for found in by_rank if scene.__name__ in found]
+
 
 # ---- memory ----------------------------------------------------------------------------------------------
 
@@ -33,7 +58,7 @@ class Reporter(transformers.TrainerCallback):
         self.seen.append(dict(given["logs"]))
 
 
-def measured(folder: Path, kind: str) -> Any:
+def measured_by(kind: str, folder: Path) -> Any:
     memory, reporter = MemoryCallback(verbose=False), Reporter()
     # 24 rows, 2 a micro-batch, 2 ranks: 6 micro-batches in an epoch, so 2 steps of four, the last one of 2
     trainer = trainer_of(
@@ -41,91 +66,50 @@ def measured(folder: Path, kind: str) -> Any:
     )
     trainer.callback_handler.callbacks.insert(0, memory)
     metrics = trainer.train().metrics
-    report = memory.report
-    assert report is not None
-    return (
-        sharded(trainer.model),
-        report,
-        [step.samples for step in report.history],
-        metrics,
-        trainer.state.log_history[-1],
-        reporter.seen[-1],
-    )
+    logs = metrics, trainer.state.log_history[-1], reporter.seen[-1]
+    return sharded(trainer.model), memory.report, logs
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_memory_is_measured_in_a_trainer(kind: str, two_ranks: TwoRanks, tmp_path: Path) -> None:
-    results = two_ranks(measured, tmp_path, kind)
-    for is_sharded, report, samples, metrics, logged, reported in results:
-        assert is_sharded == (kind == "fsdp2")
+def measured(folder: Path) -> Any:
+    return [measured_by(kind, folder) for kind in KINDS]
+
+
+@pytest.mark.parametrize("number", range(2), ids=KINDS)
+def test_memory_is_measured_in_a_trainer(number: int, happened: Happened) -> None:
+    results = [found[number] for found in happened(measured)]
+    for is_sharded, report, logs in results:
+        assert is_sharded == (KINDS[number] == "fsdp2")
         assert [rank.rank for rank in report.ranks] == [0, 1]
-        assert samples == [8, 4, 8, 4]
-        assert report.steps == metrics["memory_steps"] == 4
-        for log in (metrics, logged, reported):
+        assert [step.samples for step in report.history] == [8, 4, 8, 4]
+        assert report.steps == logs[0]["memory_steps"] == 4
+        for log in logs:
             assert log["memory_max_reserved_gib"] == report.max_reserved_gib > 0
     assert results[0][1].max_reserved_gib == results[1][1].max_reserved_gib
-
-
-def measured_where_memory_runs_out(folder: Path) -> Any:
-    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "max_steps": 1}
-    memory = MemoryCallback(verbose=False)
-    trainer = trainer_of("ddp", folder, auto_find_batch_size=True, callbacks=[memory], **options)
-    train, calls = trainer.training_step, []
-
-    def step(*given: Any) -> Any:
-        calls.append(given)
-        if len(calls) == 2:  # in the midst of a step
-            raise RuntimeError("CUDA out of memory.")
-        return train(*given)
-
-    trainer.training_step = step
-    trainer.train()
-    assert memory.report is not None
-    return memory.report.history[0].samples, trainer.state.train_batch_size
-
-
-def test_a_training_that_begins_anew_with_smaller_batches_is_measured_anew(tmp_path: Path) -> None:
-    ((samples, batch_size),) = run_on_ranks(measured_where_memory_runs_out, tmp_path, world_size=1)
-    assert batch_size < 4
-    assert samples == 3 * batch_size
 
 
 # ---- child tuning ----------------------------------------------------------------------------------------
 
 
-def child_tuned(folder: Path, kind: str, options: dict[str, Any]) -> Any:
-    model = llama(dropout=0.0)
-    masks = {}
-    if options.get("mode") == "task":
-        generator = torch.Generator().manual_seed(2)
-        masks = {name: torch.rand(p.shape, generator=generator) < 0.5 for name, p in model.named_parameters()}
-        # the Trainer's own groups have no names
-        options = {**options, "params": list(model.named_parameters()), "gradient_mask": masks}
-    before = weights(model)
-    optimizer = (ChildTuningAdamW, {"lr": 0.01, **options})
-    trainer = trainer_of(kind, folder, model, max_steps=3, optimizer_cls_and_kwargs=optimizer)
-    trainer.train()
-    return before, weights(trainer.model), masks
-
-
-def test_child_tuning_in_a_trainer_keeps_what_its_masks_hold(two_ranks: TwoRanks, tmp_path: Path) -> None:
+def child_tuned(folder: Path) -> list[tuple[str, bool, bool]]:
+    """By parameter: whether anything moved, and whether anything did that its mask holds."""
+    found = []
     for kind in KINDS:
-        for before, after, masks in two_ranks(child_tuned, tmp_path, kind, {"mode": "task"}):
-            for name, mask in masks.items():
-                moved = after[name] != before[name]
-                assert bool(moved.any()), name
-                assert not bool((moved & ~mask).any()), name
+        model, generator = llama(dropout=0.0), torch.Generator().manual_seed(2)
+        masks = {name: torch.rand(p.shape, generator=generator) < 0.5 for name, p in model.named_parameters()}
+        settings: dict[str, Any] = {"lr": 0.01, "mode": "task", "gradient_mask": masks}
+        settings["params"] = list(model.named_parameters())  # the Trainer's own groups have no names
+        before, optimizer = weights(model), (ChildTuningAdamW, settings)
+        trainer = trainer_of(kind, folder, model, max_steps=3, optimizer_cls_and_kwargs=optimizer)
+        trainer.train()
+        for name, after in weights(trainer.model).items():
+            moved = after != before[name]
+            found.append((f"{kind}: {name}", bool(moved.any()), bool((moved & ~masks[name]).any())))
+    return found
 
 
-def test_child_tuning_in_a_trainer_draws_the_same_masks_however_it_is_sharded(
-    two_ranks: TwoRanks, tmp_path: Path
-) -> None:
-    (_, with_ddp, _), _ = two_ranks(child_tuned, tmp_path, "ddp", {"reserve_p": 0.3})
-    (_, with_fsdp, _), _ = two_ranks(child_tuned, tmp_path, "fsdp2", {"reserve_p": 0.3})
-    (_, unmasked, _), _ = two_ranks(child_tuned, tmp_path, "ddp", {"reserve_p": 1.0})
-    for name, weight in with_ddp.items():
-        torch.testing.assert_close(with_fsdp[name], weight, rtol=1e-4, atol=1e-5)
-    assert not all(torch.allclose(unmasked[name], weight, atol=1e-4) for name, weight in with_ddp.items())
+def test_child_tuning_in_a_trainer_keeps_what_its_masks_hold(happened: Happened) -> None:
+    for found in happened(child_tuned):
+        assert [name for name, moved, moved_masked in found if not moved or moved_masked] == []
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------
@@ -139,7 +123,10 @@ def run(folder: Path, kind: str, *, resume: bool, steps: int, **more: Any) -> An
             control.should_training_stop = state.global_step == steps
 
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 1}
-    trainer = trainer_of(kind, folder / "own", max_steps=9, callbacks=[Stop], **(options | more))
+    model = llama()
+    if kind == "fsdp2":  # adapters over a frozen base
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=2))
+    trainer = trainer_of(kind, folder / "own", model, max_steps=9, callbacks=[Stop], **(options | more))
     checkpoints = CheckpointCallback(trainer, folder / "run")
     found = checkpoints.newest() if resume else None
     assert (found is not None) == resume
@@ -150,46 +137,26 @@ def run(folder: Path, kind: str, *, resume: bool, steps: int, **more: Any) -> An
     return curve, weights(trainer.model), trainer.optimizer.param_groups[0]["lr"]
 
 
-def stopped_and_resumed(folder: Path, kind: str, stop: int, more: dict[str, Any]) -> Any:
-    whole = run(folder / "whole", kind, resume=False, steps=9, **more)
-    run(folder / "two", kind, resume=False, steps=stop, **more)
-    return whole, run(folder / "two", kind, resume=True, steps=9, **more)
+RESUMED = (("fsdp2", 4, {}), ("ddp", 6, {"save_strategy": "epoch"}))  # 6 steps are an epoch
 
 
-@pytest.mark.parametrize(
-    ("kind", "stop", "more"),
-    [
-        ("ddp", 4, {}),
-        ("fsdp2", 4, {}),
-        ("fsdp2", 6, {"save_strategy": "epoch"}),  # 6 steps are an epoch
-    ],
-)
-def test_a_trainer_resumes_exactly(
-    kind: str, stop: int, more: dict[str, Any], two_ranks: TwoRanks, tmp_path: Path
-) -> None:
-    for whole, resumed in two_ranks(stopped_and_resumed, tmp_path, kind, stop, more, timeout=100):
+def stopped_and_resumed(folder: Path) -> Any:
+    found = []
+    for kind, stop, more in RESUMED:
+        whole = run(folder / "whole", kind, resume=False, steps=9, **more)
+        run(folder / kind, kind, resume=False, steps=stop, **more)
+        found.append((whole, run(folder / kind, kind, resume=True, steps=9, **more)))
+        assert not list((folder / kind / "own").glob("checkpoint-*"))
+    return found
+
+
+@pytest.mark.parametrize("number", range(2), ids=[f"{kind}, stopped at {stop}" for kind, stop, _ in RESUMED])
+def test_a_trainer_resumes_exactly(number: int, happened: Happened) -> None:
+    for whole, resumed in (found[number] for found in happened(stopped_and_resumed)):
         assert sorted(whole[0]) == [*range(1, 10)]
         assert resumed[0] == whole[0]  # those before the stop come with the Trainer's state
         assert resumed[2] == whole[2]
-        for name, weight in whole[1].items():
-            assert torch.equal(weight, resumed[1][name]), name
-    assert not list((tmp_path / "two" / "own").glob("checkpoint-*"))
-
-
-def resumed_elsewhere(folder: Path) -> Any:
-    trainer = trainer_of("ddp", folder / "own", max_steps=9)
-    checkpoints = CheckpointCallback(trainer, folder / "run")
-    trainer.train(resume_from_checkpoint=checkpoints.newest())
-    return [log["step"] for log in trainer.state.log_history if "loss" in log]
-
-
-def saved_for_later(folder: Path) -> None:
-    run(folder, "fsdp2", resume=False, steps=4)
-
-
-def test_a_trainer_resumes_on_another_number_of_ranks(two_ranks: TwoRanks, tmp_path: Path) -> None:
-    two_ranks(saved_for_later, tmp_path)
-    assert run_on_ranks(resumed_elsewhere, tmp_path, world_size=1) == [[*range(1, 10)]]
+        assert [name for name, one in whole[1].items() if not torch.equal(one, resumed[1][name])] == []
 
 
 class Interrupt(transformers.TrainerCallback):
@@ -211,8 +178,8 @@ def interrupted(folder: Path) -> Any:
     return found, str(caught.value), [log["step"] for log in trainer.state.log_history if "loss" in log]
 
 
-def test_an_interrupted_trainer_resumes_in_the_same_process(tmp_path: Path) -> None:
-    ((found, said, steps),) = run_on_ranks(interrupted, tmp_path, world_size=1)
+def test_an_interrupted_trainer_resumes_in_the_same_process(happened: Happened) -> None:
+    ((found, said, steps),) = happened(interrupted)
     assert found is not None
     assert "what newest() returned, the checkpoint of step 1, found a training that begins at step 0" in said
     assert steps == [1, 2]
@@ -244,14 +211,12 @@ def looked_for(folder: Path) -> Any:
     return state["global_step"], list(checkpoints(folder / "run"))
 
 
-def test_rank_0_looks_for_the_newest_checkpoint_and_no_limit_deletes_none(
-    two_ranks: TwoRanks, tmp_path: Path
-) -> None:
-    assert two_ranks(looked_for, tmp_path) == [(2, [1, 2])] * 2
+def test_rank_0_looks_for_the_newest_checkpoint_and_no_limit_deletes_none(happened: Happened) -> None:
+    assert happened(looked_for) == [(2, [1, 2])] * 2
 
 
-def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
-    ((other, best, upload, deepspeed),) = run_on_ranks(refused, tmp_path, world_size=1)
+def test_what_cannot_be_resumed_is_refused(happened: Happened) -> None:
+    ((other, best, upload, deepspeed),) = happened(refused)
     assert "expected a checkpoint that CheckpointCallback saved, found in that of step 1 the st" in other
     assert "which this callback replaces, found load_best_model_at_end" in best
     assert "found push_to_hub without hub_strategy=" in upload

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 
@@ -141,10 +142,6 @@ def columns_if_they_divide(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.dim() > 1 and param.shape[1] % 2 == 0 else None
 
 
-def hybrid(replicas: int, shards: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
-
-
 def run_all(folders: dict[str, Path], enough: bool) -> dict[str, Any]:
     rank = dist.get_rank()
     result: dict[str, Any] = {}
@@ -154,8 +151,8 @@ def run_all(folders: dict[str, Path], enough: bool) -> dict[str, Any]:
         result["columns"] = peak_of(folders["bf16"], dim=1, cast=True)
     result["uneven"] = loaded(folders["net"])
     result["rows and columns"] = loaded(folders["net"], shard_placement_fn=columns_if_they_divide)
-    result["hybrid"] = loaded(folders["net"], mesh=hybrid(2, 1))
-    result["hybrid, sharded"] = loaded(folders["net"], mesh=hybrid(1, 2))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    result["hybrid"] = loaded(folders["net"], mesh=mesh)
 
     real = fully_shard(net())
     before = [param.to_local().clone() for param in real.parameters()]
@@ -220,7 +217,7 @@ def test_loading_takes_the_shard_and_one_tensor(by_rank: list[dict[str, Any]], w
         assert peak <= 1.3 * shard + TENSOR, f"{peak / 2**20:.0f} MiB, the shard has {shard / 2**20:.0f} MiB"
 
 
-@pytest.mark.parametrize("way", ["uneven", "rows and columns", "hybrid", "hybrid, sharded"])
+@pytest.mark.parametrize("way", ["uneven", "rows and columns", "hybrid"])
 def test_every_shard_is_the_file_s_and_ties_hold(by_rank: list[dict[str, Any]], way: str) -> None:
     for rank in by_rank:
         assert rank[way] == ([], True)
@@ -254,20 +251,19 @@ def test_all_ranks_tell_the_same_error_and_nothing_has_changed(
 # ---- in one process ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["to_empty", "as built"])
-def test_buffers_that_to_empty_has_left_uninitialised_are_told(tmp_path: Path, how: str) -> None:
-    folder, model = write_net(tmp_path / "net"), net()
-    if how == "to_empty":
-        model = on_meta().to_empty(device="cpu")
-        model.head.weight = model.embed.weight  # to_empty unties them
-        for block in model.blocks:
-            block.cache.fill_(1e9)  # new memory may happen to be right
-        with pytest.warns(UserWarning, match=r"blocks\.0\.cache, blocks\.1\.cache: expected the values"):
-            load_pretrained(folder, model)
-        assert [block.cache.tolist() for block in model.blocks] == [[1e9] * 2] * 2  # told, and not changed
-    else:
-        load_pretrained(folder, model)  # a warning would be an error here
-    assert all(torch.equal(one, state_of(net_with_seed())[name]) for name, one in state_of(model).items())
+def test_buffers_that_to_empty_has_left_uninitialised_are_told(tmp_path: Path) -> None:
+    folder, built = write_net(tmp_path / "net"), net()
+    load_pretrained(folder, built)  # a warning would be an error here
+    model = on_meta().to_empty(device="cpu")
+    model.head.weight = model.embed.weight  # to_empty unties them
+    for block in model.blocks:
+        block.cache.fill_(1e9)  # new memory may happen to be right
+    with pytest.warns(UserWarning, match=r"blocks\.0\.cache, blocks\.1\.cache: expected the values"):
+        load_pretrained(folder, model)
+    assert [block.cache.tolist() for block in model.blocks] == [[1e9] * 2] * 2  # told, and not changed
+    for name, one in state_of(net_with_seed()).items():
+        assert torch.equal(state_of(model)[name], one)
+        assert torch.equal(state_of(built)[name], one)
 
 
 def test_buffers_that_were_not_on_meta_keep_their_values(tmp_path: Path) -> None:
@@ -279,19 +275,16 @@ def test_buffers_that_were_not_on_meta_keep_their_values(tmp_path: Path) -> None
     assert model.head.weight is model.embed.weight
 
 
-@pytest.mark.parametrize("equal", [True, False])
-def test_tied_weights_may_be_there_twice_if_they_are_equal(tmp_path: Path, equal: bool) -> None:
-    def twice(state: dict[str, torch.Tensor]) -> None:
-        state["head.weight"] = state["embed.weight"] + (0 if equal else 1)
+def test_tied_weights_may_be_there_twice_if_they_are_equal(tmp_path: Path) -> None:
+    def twice(state: dict[str, torch.Tensor], more: int) -> None:
+        state["head.weight"] = state["embed.weight"] + more
 
-    folder, model = write_net(tmp_path / "net", twice), net()
-    if equal:
-        load_pretrained(folder, model)
-    else:
-        before = {name: one.clone() for name, one in state_of(model).items()}
-        with pytest.raises(CheckpointError, match=r"expected head\.weight to equal embed\.weight"):
-            load_pretrained(folder, model)
-        assert all(torch.equal(one, before[name]) for name, one in state_of(model).items())
+    model = net()
+    load_pretrained(write_net(tmp_path / "equal", partial(twice, more=0)), model)
+    before = {name: one.clone() for name, one in state_of(model).items()}
+    with pytest.raises(CheckpointError, match=r"expected head\.weight to equal embed\.weight"):
+        load_pretrained(write_net(tmp_path / "other", partial(twice, more=1)), model)
+    assert all(torch.equal(one, before[name]) for name, one in state_of(model).items())
 
 
 def index(file: object) -> dict[str, bytes]:
@@ -315,8 +308,7 @@ FILES = r"expected the files by tensor under 'weight_map'"
         (index("gone.safetensors"), r"gone\.safetensors: expected to be able to read it, found No such file"),
         ({"model.safetensors.index.json": b"{}"}, FILES),
         # of an index, the files are in the folder
-        *((index(file), FILES) for file in ("../model.safetensors", "/etc/passwd", "a/b.safetensors")),
-        *((index(file), FILES) for file in ("", "a\0", 7, None)),
+        *((index(file), FILES) for file in ("../model.safetensors", "/etc/passwd", "a/b.safetensors", "", 7)),
     ],
 )
 def test_a_folder_that_is_none_is_told(tmp_path: Path, files: dict[str, bytes] | None, told: str) -> None:

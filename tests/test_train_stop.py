@@ -177,34 +177,47 @@ def test_a_full_disk_costs_no_line_and_no_step(
         assert list(alone(out, steps=100, **few)) == list(range(1, 101))
 
 
-# ---- asked to stop ---------------------------------------------------------------------------------
+# ---- asked to stop, alone in its directory ----------------------------------------------------------------
 
 
-def start(out: Path, source: str, *arguments: str) -> "subprocess.Popen[str]":
-    """The program on one rank, when it has trained four steps."""
+def start(out: Path) -> "subprocess.Popen[str]":
+    """The program on one rank, with a child that outlives it, when it has trained four steps."""
     command = [sys.executable, "-m", "fsdp_utils.train", f"--out={out}", "--save_every=2", "--steps=500"]
-    command += [f"--data.source=tests.tiny_training:{source}", "--data.batch_size=8", "--parallel.device=cpu"]
-    command += arguments
+    command += ["--data.source=tests.tiny_training:forking", "--data.batch_size=8", "--parallel.device=cpu"]
     running = subprocess.Popen(
         command, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
-    while not (out / "metrics.jsonl").exists() or len(metrics(out)) < 4:
+    while len(metrics(out)) < 4:
         if running.poll() is not None:
             raise RuntimeError(running.communicate()[1])
         time.sleep(0.05)
     return running
 
 
-def test_asked_to_stop_the_program_saves_and_ends_with_75(tmp_path: Path) -> None:
-    running = start(tmp_path, "slow")
+def begin(out: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        run(out)
+    return str(caught.value)
+
+
+def test_a_second_run_is_refused_until_the_first_is_asked_to_stop_saves_and_ends_with_75(
+    tmp_path: Path,
+) -> None:
+    first = start(tmp_path)
     try:
-        running.send_signal(signal.SIGTERM)
-        shown = running.communicate(timeout=60)[1]
+        refused = run_on_ranks(begin, tmp_path, world_size=2)
+        first.send_signal(signal.SIGTERM)
+        shown = first.communicate(timeout=60)[1]
     finally:
-        running.kill()
-        running.communicate()
-    assert running.returncode == 75, shown[-3000:]
-    assert list(saved(tmp_path))[-1] == max(metrics(tmp_path))
+        first.kill()
+        first.communicate()
+    assert refused[0] == refused[1]
+    assert f"out: expected a directory to write to for this run alone, found {tmp_path}" in refused[0]
+    assert "found process " in refused[0]
+    assert first.returncode == 75, shown[-3000:]
+    last = max(metrics(tmp_path))
+    assert list(saved(tmp_path))[-1] == last
+    assert list(alone(tmp_path, "slow", steps=last + 1)) == list(range(1, last + 2))
 
 
 def test_asked_at_any_moment_it_saves_and_goes_on_without_a_seam(tmp_path: Path) -> None:
@@ -248,28 +261,3 @@ def test_asked_at_any_moment_it_saves_and_goes_on_without_a_seam(tmp_path: Path)
         assert list(metrics(out)) == [1, 2, 3, 4, 5, 6]
         assert not [path for path in (out / "checkpoints").iterdir() if path.name.startswith(".")]
         assert list(saved(out))[-1] == 6
-
-
-# ---- alone in its directory ------------------------------------------------------------------------
-
-
-def begin(out: Path) -> str:
-    with pytest.raises(ConfigError) as caught:
-        run(out)
-    return str(caught.value)
-
-
-def test_a_second_run_in_a_directory_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
-    """A killed one leaves no lock, though a child of it lives on."""
-    first = start(tmp_path, "forking")
-    try:
-        refused = run_on_ranks(begin, tmp_path, world_size=2)
-        assert first.poll() is None
-    finally:
-        first.kill()
-        first.communicate()
-    assert refused[0] == refused[1]
-    assert f"out: expected a directory to write to for this run alone, found {tmp_path}" in refused[0]
-    assert "found process " in refused[0]
-    steps = max(metrics(tmp_path)) + 1
-    assert list(alone(tmp_path, "slow", steps=steps)) == list(range(1, steps + 1))

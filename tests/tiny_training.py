@@ -104,11 +104,6 @@ def no_labels() -> SimpleNamespace:
     return SimpleNamespace(train={"x": torch.ones(8, 2)}, test={})
 
 
-def uneven() -> SimpleNamespace:
-    """A label is missing."""
-    return SimpleNamespace(train={"x": torch.ones(8, 2), "labels": torch.ones(7)}, test={})
-
-
 def without_model() -> SimpleNamespace:
     """The data alone, in a dataset; model.config says which model."""
     tokens = torch.arange(64).view(8, 8) % VOCABULARY

@@ -83,10 +83,3 @@ def trainer_of(kind: str, folder: Path, model: nn.Module | None = None, **more: 
 
 def sharded(model: nn.Module) -> bool:
     return any(isinstance(param, DTensor) for param in model.parameters())
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: (param.full_tensor() if isinstance(param, DTensor) else param).detach().clone()
-        for name, param in model.named_parameters()
-    }
