@@ -22,6 +22,7 @@ SCRIPTS = Path(__file__).with_name("doctor_scripts")
 FOUR = {"experts_dim0", "hybrid_not_synced"}  # scripts for four ranks
 NAMES = [file.stem for file in sorted(SCRIPTS.glob("*.py")) if not file.stem.startswith(("common", "__"))]
 OTHERS = {"forward_skips_root": "forward_of_part"}  # a script with another name than its finding
+STEPS = 2
 AT_ONCE = 3
 TABLE = findings_table()
 
@@ -40,7 +41,13 @@ def runs(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str], "Futu
     }
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {
-            (name, mode): pool.submit(examine, SCRIPTS / f"{name}.py", mode, ranks=4 if name in FOUR else 2)
+            (name, mode): pool.submit(
+                examine,
+                SCRIPTS / f"{name}.py",
+                mode,
+                ranks=4 if name in FOUR else 2,
+                options=(f"--steps={STEPS}",),
+            )
             for name in NAMES
             for mode, test in modes.items()
             if f"{test.__name__}[{name}]" in asked
@@ -60,7 +67,7 @@ def test_nothing_is_found_in_the_right_twin(name: str, runs: dict[Any, Any]) -> 
     result = runs[name, "right"].result()
     assert [(one["id"], one["evidence"]) for one in result["findings"]] == []
     for rank in result["ranks"]:
-        assert (rank["ended"], len(rank["seen"])) == ("stopped", 3)
+        assert (rank["ended"], len(rank["seen"])) == ("stopped", STEPS)
         assert rank["unseen"] == []
 
 
