@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from fsdp_utils._commands import new_parser, run
@@ -32,6 +33,7 @@ def main() -> int:
         "--timeout", type=float, default=300.0, help="seconds until the ranks are ended (300)"
     )
     parser.add_argument("--json", action="store_true", help="print facts and findings as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page to a file, too")
     parser.add_argument(
         "--fail-on", choices=(*_LEVELS, "never"), default="warning", help="the least that exits with 1"
     )
@@ -127,6 +129,8 @@ def _show(result: dict[str, Any], options: argparse.Namespace, out: Any) -> int:
     from fsdp_utils.doctor.report import page
 
     print(json.dumps(result, indent=2) if options.json else page(result), file=out, flush=True)
+    if options.html:
+        options.html.write_text(page(result, html=True), encoding="utf-8")
     worst = [_LEVELS.index(one["severity"]) for one in result["findings"]]
     failed = any(one["ended"] not in ("stopped", "finished") for one in result["ranks"])
     limit = -1 if options.fail_on == "never" else _LEVELS.index(options.fail_on)

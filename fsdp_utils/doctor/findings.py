@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_utils._extras import need
-from fsdp_utils.distributed.agreement import rank_names
 
 TABLE = Path(__file__).with_name("findings.yaml")
 SEVERITIES = ("error", "warning", "advice")  # worst first
@@ -141,6 +140,10 @@ class Evidence:
             )
 
     def same_samples(self) -> Iterator[str]:
+        from fsdp_utils.distributed.agreement import (
+            rank_names,
+        )  # imports torch, which showing a page need not
+
         groups: dict[str, list[int]] = {}
         for facts in self._ranks:
             inputs = [one for step in facts.seen for one in step.get("inputs", [])]

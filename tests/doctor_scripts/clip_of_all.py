@@ -32,7 +32,7 @@ def main(faulty: bool) -> None:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     adapters = [p for name, p in model.named_parameters() if "lora_" in name]
-    optimizer = torch.optim.AdamW(adapters, lr=1e-2)
+    optimizer = torch.optim.SGD(adapters, lr=1e-2)
     for step, tokens in enumerate(counting(32, seed=rank).split(4)):
         loss = next_token_loss(model(tokens), tokens)
         loss.backward()

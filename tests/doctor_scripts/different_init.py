@@ -15,7 +15,7 @@ def main(faulty: bool) -> None:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     torch.manual_seed(1000 + rank)  # for dropout and the data
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, tokens in enumerate(counting(32, seed=rank).split(4)):
         loss = next_token_loss(model(tokens), tokens)
         loss.backward()

@@ -11,7 +11,7 @@ def main(faulty: bool) -> None:
     rank, _ = start()
     policy = ModuleWrapPolicy({nn.TransformerEncoderLayer if faulty else Block})
     model = FSDP(Decoder(), device_mesh=cpu_mesh(), auto_wrap_policy=policy, device_id=CPU)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, tokens in enumerate(counting(32, seed=rank).split(4)):
         loss = next_token_loss(model(tokens), tokens)
         loss.backward()

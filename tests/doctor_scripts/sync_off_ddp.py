@@ -25,7 +25,7 @@ def main(faulty: bool) -> None:
     rank, _ = start()
     network = DDP(Decoder(blocks=2))
     model = Trained(network)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, samples in enumerate(counting(64, seed=rank).split(4 * MICRO_BATCHES)):
         total = torch.zeros(())
         for i, tokens in enumerate(samples.chunk(MICRO_BATCHES)):
