@@ -47,14 +47,10 @@ def main() -> int:
 
 def _start(options: argparse.Namespace) -> int:
     """Start torchrun, whose rank 0 prints facts and findings."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += [str(options.ranks), "-m", "fsdp_utils.doctor", "--json", "--fail-on=never"]
-    command += [
-        f"--steps={options.steps}",
-        f"--timeout={options.timeout}",
-        options.script,
-        *options.arguments,
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={options.ranks}", "-m", "fsdp_utils.doctor", "--json", "--fail-on=never"]
+    command += [f"--timeout={options.timeout}", f"--steps={options.steps}", options.script]
+    command += options.arguments
     env = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **os.environ}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as torchrun:
         try:
@@ -64,9 +60,8 @@ def _start(options: argparse.Namespace) -> int:
         finally:
             torchrun.terminate()  # it ends the ranks
     if not text:
-        print(
-            f"doctor: no page, as the ranks ended without one (exit code {torchrun.wait()})", file=sys.stderr
-        )
+        code = torchrun.wait()
+        print(f"doctor: no page, as the ranks ended without one (exit code {code})", file=sys.stderr)
         return 2
     return _show(json.loads(text), options, sys.stdout)
 

@@ -140,9 +140,8 @@ class Evidence:
             )
 
     def same_samples(self) -> Iterator[str]:
-        from fsdp_utils.distributed.agreement import (
-            rank_names,
-        )  # imports torch, which showing a page need not
+        # It imports torch, which showing a page need not.
+        from fsdp_utils.distributed.agreement import rank_names
 
         groups: dict[str, list[int]] = {}
         for facts in self._ranks:

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
@@ -63,7 +64,7 @@ class Watch:
 
     def __init__(self, rank: int, world_size: int, steps: int, store: dist.Store) -> None:
         self.facts = Facts(rank, world_size)
-        self._store: Any = store.clone()  # pyright: ignore[reportAttributeAccessIssue]: over a connection that may block
+        self._store: Any = store.clone()  # pyright: ignore[reportAttributeAccessIssue] # this one may block
         self._calls: Counter[Any] = Counter()  # that were held, by size, line and direction
         self._line: Any = None  # of the last call
         self._holds = True
@@ -77,8 +78,9 @@ class Watch:
         self._sampled: dict[str, list[Any]] = {}  # parameters: "scaled" for those of the first optimizer ...
         self._norms: dict[str, list[float]] = {}  # of their gradients, as backward left them
         self._left_out: dict[Any, str] = {}  # trainable parameters that no optimizer has
+        self._block_names: list[str] = []
         self._blocks: list[tuple[str, list[Any]]] = []  # the parameters of each block that are trained
-        self._whole: dict[Any, list[str]] = {}  # hashes of a module's parameters, before and after sharding
+        self._whole: dict[Any, tuple[str, str]] = {}  # hashes of parameters before and after fully_shard
         self._sums: list[tuple[str, Tensor]] = []  # of gradients before their reduction, by unit
         self._trains = True  # whether the last forward was for training
         self._is_own = False  # whether the library works, and not the script
@@ -113,42 +115,41 @@ class Watch:
         self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
         self._tell(nn.functional, "cross_entropy", self._loss)
         self._tell(torch.utils.checkpoint, "checkpoint", self._checkpoint)
-        self._tell(torch.autograd, "backward", self._after_backward, after=True)
+        self._tell(torch.autograd, "backward", lambda *_, **__: self._after_backward)
         self._tell(DataLoader, "__iter__", self._loader)
         self._tell(FSDP1, "__init__", self._wrap)
         self._tell(fsdp, "fully_shard", self._shard)
-        self._tell(fsdp, "fully_shard", self._sharded, after=True)
         self._tell(DDP, "__init__", lambda *_, **__: self._note("wrap"))
 
-    def _tell(self, owner: Any, name: str, hear: Callable[..., None], *, after: bool = False) -> None:
-        """Have a function tell its arguments, and do what it did."""
+    def _tell(self, owner: Any, name: str, hear: Callable[..., Any]) -> None:
+        """Have a function tell its arguments, then do what it did; what `hear` returns is called after it."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return original(*args, **kwargs)
-            if not after:
-                self._quietly(hear, *args, **kwargs)
+            after = self._quietly(hear, *args, **kwargs)
             result = original(*args, **kwargs)
             if after:
-                self._quietly(hear, *args, **kwargs)
+                self._quietly(after)
             return result
 
         self._stack.enter_context(patch.object(owner, name, call))
 
-    def _quietly(self, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _quietly(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of the doctor; its error does not reach the script."""
         if self._is_own:
-            return
+            return None
         self._is_own = True
         try:
-            function(*args, **kwargs)
+            return function(*args, **kwargs)
         except Exception as error:
-            told = f"what {function.__name__} looks at ({type(error).__name__}: {error})"
+            told = f"what {function.__qualname__} looks at ({type(error).__name__}: {error})"
             self.facts.unseen += [told] * (told not in self.facts.unseen)
         finally:
             self._is_own = False
+        return None
 
     def _note(self, what: str) -> None:
         self.facts.places[what] = place_in_words(*find_line(sys._getframe(1))[:2])
@@ -178,12 +179,10 @@ class Watch:
         if self._store.add(key, 1) == len(ranks):
             self._store.set(f"{key} all", "")
         end = time.monotonic() + _HOLD_S
-        while not self._is_set(f"{key} all"):
+        while self._holds and not self._is_set(f"{key} all"):
             if self.in_step.report:
                 raise OutOfStep(self.in_step.report)
-            if time.monotonic() > end:
-                self._holds = False
-                return
+            self._holds = time.monotonic() < end  # else no rank waits any more
 
     def _is_set(self, key: str) -> bool:
         with suppress(RuntimeError):  # not yet
@@ -222,16 +221,18 @@ class Watch:
             names[p].append(plain_name(name))
         self._ties += [some for some in names.values() if len(some) > 1]
 
-    def _shard(self, modules: Any, *_: Any, **__: Any) -> None:
+    def _shard(self, modules: Any, *_: Any, **__: Any) -> Callable[[], None]:
         self._note("wrap")
-        for owner, name, p in _own_parameters(modules):
-            if not (p.is_meta or isinstance(p, DTensor)) and p.requires_grad and (told := _digest([p])):
-                self._whole.setdefault((owner, name), [told])
+        owners = [one for module in tree_leaves(modules) for one in module.modules()]
+        named = [(owner, name, p) for owner in owners for name, p in owner.named_parameters(recurse=False)]
+        whole = [one for one in named if not (one[2].is_meta or isinstance(one[2], DTensor))]
+        told = {(owner, name): _digest([p]) for owner, name, p in whole if p.requires_grad}
 
-    def _sharded(self, modules: Any, *_: Any, **__: Any) -> None:
-        for owner, name, p in _own_parameters(modules):
-            if isinstance(p, DTensor) and len(self._whole.get((owner, name), [])) == 1:
-                self._whole[owner, name].append(_digest([p]))
+        def after() -> None:
+            cut = [(at, said, getattr(*at)) for at, said in told.items() if said]
+            self._whole |= {at: (said, _digest([p])) for at, said, p in cut if isinstance(p, DTensor)}
+
+        return after
 
     def _loader(self, loader: DataLoader) -> None:
         if not self._taken and not isinstance(loader.dataset, IterableDataset):
@@ -278,13 +279,15 @@ class Watch:
             self._step[name] = [new / old for old, new in pairs if 0 < old < math.inf and new > 0]
         idle = ((name, all(p.requires_grad and p.grad is None for p in some)) for name, some in self._blocks)
         self._step["idle"] = [name for name, is_idle in idle if is_idle]
-        held = [p for one in self._optimizers for p in _params(one) if p.grad is not None]
-        sums = [local(p.grad).sum(dtype=torch.float32) for p in held]
-        if sums and not bool(torch.stack(sums).isfinite().all()):
-            bad = {p for p, one in zip(held, sums, strict=True) if not one.isfinite()}
-            names = [plain_name(n) for root in self._roots for n, p in root.named_parameters() if p in bad]
+        held = {p: local(p.grad) for one in self._optimizers for p in _params(one) if p.grad is not None}
+        if not bool(
+            get_total_norm(held.values()).isfinite()
+        ):  # one pass; the largest element takes much longer
+            bad = {p for p, grad in held.items() if not bool(grad.isfinite().all())}
             self._step["bad"] = [*dict.fromkeys(unit for unit, one in self._sums if not one.isfinite())]
-            self._step["bad_after"] = names
+            self._step["bad_after"] = [
+                plain_name(n) for root in self._roots for n, p in root.named_parameters() if p in bad
+            ]
 
     def _find_models(self) -> None:
         """Find the outermost modules that hold FSDP or DDP modules, and listen to them."""
@@ -300,15 +303,16 @@ class Watch:
         self._left_out = {p: plain_name(name) for p, name in named if p.requires_grad and p not in held}
         for kind, some in (("scaled", _params(self._optimizers[0])), ("bystanders", [*self._left_out])):
             self._sampled[kind] = sorted(some, key=lambda p: -p.numel())[:_CLIPPED]
-        for (owner, own), told in self._whole.items():
-            if owner in names and told[1:] == [_digest([getattr(owner, own)])] != [""]:
-                self.facts.first[plain_name(names[owner], own)] = told[0]
+        for (owner, own), (told, then) in self._whole.items():
+            if owner in names and then and then == _digest([getattr(owner, own)]):
+                self.facts.first[plain_name(names[owner], own)] = told
         for root in self._roots:
             with suppress(ValueError):  # no block is repeated
                 blocks = list(outermost(root, tuple(transformer_block_classes(root))))
                 trained = [(n, [p for p in one.parameters() if p in held and p.numel()]) for n, one in blocks]
                 self._blocks += [(name, some) for name, some in trained if some]
                 self._block = blocks[0][1]
+                self._block_names += [name for name, _ in blocks]
                 if not has_compiled():
                     self._hook(self._block, self._keep)
             if COMPILED in dict(root.named_children()) or not is_under_compile(root):
@@ -353,80 +357,70 @@ class Watch:
 
     def _examine(self) -> None:
         """Collect what does not change from step to step."""
-        lists = ("units", "parts", "tied", "uneven", "checkpoint_around", "called_alone")
-        model: dict[str, Any] = {"by_data": True, "hybrid_fsdp1": False, **{name: [] for name in lists}}
-        model |= dict.fromkeys(("elements", "trained", "blocks"), 0)
-        held = [p for root in self._roots for p in root.parameters()]
-        states = [value for one in self._optimizers for value in tree_leaves([*one.state.values()])]
-        tensors = {
-            "parameters": held,
-            "gradients": [p.grad for p in held],
-            "optimizer states": [one for one in states if isinstance(one, Tensor)],
-        }
-        model["bytes"] = {name: sum(map(_nbytes, some)) for name, some in tensors.items()}
-        model["left_out"] = [*self._left_out.values()]
-        model["optimizers"] = [type(one).__name__ for one in self._optimizers]
-        self.facts.model, self.facts.problems = model, []
+        self.facts.problems = []
         for root in self._roots:
             own = [one for one in self._optimizers if not {*root.parameters()}.isdisjoint(_params(one))]
             if own or len(self._roots) == 1:
                 self.facts.problems += check_sharding(root, (own or self._optimizers)[0])
-            self._examine_units(root, model)
-
-    def _examine_units(self, root: nn.Module, model: dict[str, Any]) -> None:
-        units, world = find_units(root, also_empty=True), self.facts.world_size
-        sizes = parameter_sizes(root, units)
-        blocks: list[str] = []
-        with suppress(ValueError):
-            blocks = [name for name, _ in outermost(root, tuple(transformer_block_classes(root)))]
-        model["blocks"] += len(blocks)
-        model["parts"] += [u.nbytes for u in units if any(u.name.startswith(f"{name}.") for name in blocks)]
-        for unit in units:
-            model["units"].append((unit.name, unit.nbytes, _in_words(unit)))
-            model["elements"] += sum(sizes[unit].values())
-            if unit.fsdp1:
-                fsdp1: Any = unit.modules[0]
-                replicas, trains = fsdp1_replicas(fsdp1), any(p.requires_grad for p in fsdp1.parameters())
-                model["hybrid_fsdp1"] |= replicas is not None
-                model["by_data"] &= fsdp1.process_group.size() * (replicas.size() if replicas else 1) == world
-                model["trained"] += sum(sizes[unit].values()) * trains
-        unit_of = {name: unit.name for unit in units for name in sizes[unit]}
-        model["tied"] += [
-            names for names in self._ties if len({unit_of.get(name, ROOT) for name in names}) > 1
-        ]
-        in_ddp = {p for one in root.modules() if isinstance(one, DDP) for p in one.parameters()}
-        for name, p in root.named_parameters():
-            if p in in_ddp:
-                model["trained"] += p.numel() * p.requires_grad
-                model["elements"] += p.numel()
-            if isinstance(p, DTensor):
-                sharded = [one for one in p.placements if one.is_shard()]
-                model["by_data"] &= p.device_mesh.size() == world and len(sharded) < 2
-                model["trained"] += p.numel() * p.requires_grad
-                ranks = p.device_mesh.size(p.device_mesh.ndim - 1)
-                added = padding(p.shape, ranks) if p.dim() > 1 and p.placements[-1].is_shard(0) else 0
-                if added > UNEVEN * p.numel():
-                    uneven = (plain_name(name), list(p.shape), ranks, added * p.itemsize // ranks)
-                    model["uneven"].append(uneven)
-        for name, module in root.named_modules():
-            if isinstance(dict(module.named_children()).get(WRAPPED[1]), FSDPModule | FSDP1):
-                model["checkpoint_around"].append(plain_name(name) or ROOT)
-            is_inner = isinstance(root, FSDPModule) and module is not root
-            if is_inner and isinstance(module, FSDPModule) and fsdp2_is_root(module):
-                model["called_alone"].append(plain_name(name))
-            if isinstance(module, nn.Dropout) and module.p and module.training:
-                model["drops"] = True
+        modules = [(name, one) for root in self._roots for name, one in root.named_modules()]
+        named = {p: plain_name(name) for root in self._roots for name, p in root.named_parameters()}
+        sharded = [p for p in named if isinstance(p, DTensor)]
+        in_ddp = {p for _, one in modules if isinstance(one, DDP) for p in one.parameters()}
+        by_root = [parameter_sizes(root, find_units(root, also_empty=True)) for root in self._roots]
+        units = {unit: own for of_root in by_root for unit, own in of_root.items() if unit}
+        sizes = [sum(own.values()) for own in units.values()]
+        unit_of = {name: unit.name for unit, own in units.items() for name in own}
+        fsdp1: dict[Any, int] = {one.modules[0]: sum(own.values()) for one, own in units.items() if one.fsdp1}
+        meshes = [p.device_mesh.size() for p in sharded]
+        replicas = {one: fsdp1_replicas(one) for one in fsdp1}
+        meshes += [one.process_group.size() * (of.size() if of else 1) for one, of in replicas.items()]
+        states = [value for one in self._optimizers for value in tree_leaves([*one.state.values()])]
+        tensors = {
+            "parameters": named,
+            "gradients": [p.grad for p in named],
+            "optimizer states": [one for one in states if isinstance(one, Tensor)],
+        }
+        wrapped = [(name, dict(one.named_children()).get(WRAPPED[1])) for name, one in modules]
+        inside = tuple(f"{name}." for name in self._block_names)
+        trained = [p.numel() for p in (*sharded, *in_ddp) if p.requires_grad]
+        trained += [size for one, size in fsdp1.items() if any(p.requires_grad for p in one.parameters())]
+        self.facts.model = {
+            "units": [(unit.name, unit.nbytes, _in_words(unit)) for unit in units],
+            "elements": sum(sizes) + sum(p.numel() for p in in_ddp),
+            "trained": sum(trained),
+            "left_out": [*self._left_out.values()],
+            "optimizers": [type(one).__name__ for one in self._optimizers],
+            "bytes": {name: sum(map(_nbytes, some)) for name, some in tensors.items()},
+            "blocks": len(self._block_names),
+            "parts": [unit.nbytes for unit in units if unit.name.startswith(inside)],
+            # whether all ranks share all parameters, cut along one dimension
+            "by_data": {*meshes} <= {self.facts.world_size}
+            and all(sum(one.is_shard() for one in p.placements) < 2 for p in sharded),
+            "hybrid_fsdp1": any(replicas.values()),
+            "tied": [names for names in self._ties if len({unit_of.get(name, ROOT) for name in names}) > 1],
+            "uneven": [
+                (named[p], list(p.shape), ranks, padding(p.shape, ranks) * p.itemsize // ranks)
+                for p in sharded
+                if p.dim() > 1 and p.placements[-1].is_shard(0)
+                for ranks in [p.device_mesh.size(p.device_mesh.ndim - 1)]
+                if padding(p.shape, ranks) > UNEVEN * p.numel()
+            ],
+            "checkpoint_around": [
+                plain_name(name) or ROOT for name, one in wrapped if isinstance(one, FSDPModule | FSDP1)
+            ],
+            "called_alone": [
+                plain_name(name)
+                for root in self._roots
+                if isinstance(root, FSDPModule)
+                for name, one in root.named_modules()
+                if one is not root and isinstance(one, FSDPModule) and fsdp2_is_root(one)
+            ],
+            "drops": any(isinstance(one, nn.Dropout) and one.p and one.training for _, one in modules),
+        }
 
 
 def _params(optimizer: Optimizer) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _own_parameters(modules: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield the parameters that fully_shard was given, with the modules that hold them."""
-    for module in [modules] if isinstance(modules, nn.Module) else modules:
-        for owner in module.modules():
-            yield from ((owner, name, p) for name, p in owner.named_parameters(recurse=False))
 
 
 @torch.no_grad()

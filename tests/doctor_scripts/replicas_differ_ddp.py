@@ -8,13 +8,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 def main(faulty: bool) -> None:
     rank, _ = start()
-    decoder: nn.Module = Decoder(blocks=2)
-    longer = nn.Sequential(decoder.norm, nn.Linear(WIDTH, WIDTH))
+    decoder = Decoder(blocks=2)
+    longer = nn.Sequential(decoder.blocks[1], nn.Linear(WIDTH, WIDTH))
     if not faulty:
-        decoder.norm = longer
+        decoder.blocks[1] = longer
     model = DDP(decoder)
     if faulty:
-        decoder.norm = longer
+        decoder.blocks[1] = longer
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, tokens in enumerate(counting(32, seed=rank).split(4)):
         loss = next_token_loss(model(tokens), tokens)
