@@ -3,9 +3,8 @@
     python benchmarks/doctor.py [--pairs 20]
 
 Trains transformer layers under FSDP2 with and without the doctor in turn, on two CPU ranks (gloo) or a GPU
-(NCCL). The batch is the smallest with which a step takes 20 ms. The first and the last step of a run do not
-count: the doctor looks at the model there. The result is the median over pairs of runs, a step with the
-doctor against one without. Exits with 1 if it is more than 1.10.
+(NCCL), with the smallest batch of which a step takes 20 ms. The first and the last step of a run, when the
+doctor looks at the model, do not count. Exits with 1 if the median ratio over pairs of runs is above 1.10.
 """
 
 import os
@@ -19,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn import Flatten, Linear, Sequential, TransformerEncoderLayer
 
 from benchmarks.machine import describe, limits, options
 from fsdp_utils.distributed.agreement import library_store
@@ -33,8 +32,8 @@ def measure(pairs: int) -> tuple[float, float]:
     """Return the ratio of a step with the doctor to one without, and the milliseconds without."""
     dist.init_process_group()
     torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
-    layers = [nn.TransformerEncoderLayer(WIDTH, 4, batch_first=True, dropout=0.0) for _ in range(LAYERS)]
-    model = nn.Sequential(*layers, nn.Flatten(0, 1), nn.Linear(WIDTH, 100))
+    layers = [TransformerEncoderLayer(WIDTH, 4, batch_first=True, dropout=0.0) for _ in range(LAYERS)]
+    model = Sequential(*layers, Flatten(0, 1), Linear(WIDTH, 100))
     for part in [*layers, model]:
         fully_shard(part)
     optimizer, times, batch = torch.optim.AdamW(model.parameters(), fused=True), [0.0], 0
@@ -73,9 +72,8 @@ if __name__ == "__main__":
     asked = options(__doc__, pairs=20)
     if "RANK" not in os.environ:
         ranks = f"--nproc-per-node={1 if torch.cuda.is_available() else 2}"
-        os.execv(
-            sys.executable, [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *sys.argv]
-        )
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *sys.argv]
+        os.execv(sys.executable, command)
     cost, step_ms = measure(asked.pairs)
     if dist.get_rank() == 0:
         print(f"{describe()}\nA step of {step_ms:.1f} ms takes {cost:.3f} times as long with the doctor.")
