@@ -169,11 +169,15 @@ class Watch:
         return issue()
 
     def _hold(self, call: Call, line: Any) -> None:
-        """Wait for the others at a new line, or a new size: gloo ends processes whose sizes differ."""
+        """Wait for the others at a new line, or a new size: gloo ends processes whose sizes differ.
+
+        A rank that begins a forward again need not wait: those that go backward or further wait for it.
+        """
         at = (call.kind, call.bytes_in, call.bytes_out, call.group.group_name, line)
-        if line == self._line and self._calls[at]:
+        is_same, self._line = line == self._line or (call.kind == "all_gather" and not line[2]), line
+        if is_same and self._calls[at]:
             return
-        self._line, self._calls[at] = line, self._calls[at] + 1
+        self._calls[at] += 1
         ranks = dist.get_process_group_ranks(call.group)
         key = f"{self._calls[at]} {at[:3]} {ranks} {place_in_words(*line[:2])} {line[2]}"
         if self._store.add(key, 1) == len(ranks):
