@@ -1,29 +1,41 @@
 """Run the doctor on a script in ranks that are forked from one warm process, as torchrun would start them."""
 
+import gc
 import json
 import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
-from multiprocessing.forkserver import set_forkserver_preload
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 
-_PRELOAD = [
-    "torch",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint.state_dict",
-    "fsdp_utils.doctor.watch",
-]
+# A server of its own: the one of run_on_ranks need not import transformers, and may have started before.
+_SERVER = forkserver.ForkServer()
+_SERVER.set_forkserver_preload(
+    [
+        "fsdp_utils.distributed.preload",
+        "torch._dynamo",  # fully_shard imports it
+        "torch.distributed.checkpoint.state_dict",
+        "fsdp_utils.doctor.watch",
+        "fsdp_utils.doctor.report",
+        "accelerate",
+        "transformers.trainer",
+        "transformers.models.llama",
+        "yaml",
+    ]
+)
+_ONE_STARTS = threading.Lock()
 _END_S = 120.0
 
 
 def examine(script: Path, *arguments: str, ranks: int = 2, options: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return what `torchrun -m fsdp_utils.doctor --json` prints; "log" is what the script has printed."""
-    set_forkserver_preload(_PRELOAD)
     context = multiprocessing.get_context("forkserver")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as name:
@@ -31,8 +43,9 @@ def examine(script: Path, *arguments: str, ranks: int = 2, options: tuple[str, .
         given = ["--json", "--fail-on=never", *options, str(script), *arguments]
         args = [(rank, ranks, store.port, folder, given) for rank in range(ranks)]
         processes = [context.Process(target=_be_rank, args=one) for one in args]
-        for one in processes:
-            one.start()
+        with _ONE_STARTS, patch.object(forkserver, "connect_to_new_process", _SERVER.connect_to_new_process):
+            for one in processes:
+                one.start()
         limit = time.monotonic() + _END_S
         for one in processes:
             one.join(max(0.0, limit - time.monotonic()))
@@ -44,6 +57,8 @@ def examine(script: Path, *arguments: str, ranks: int = 2, options: tuple[str, .
 
 
 def _be_rank(rank: int, ranks: int, port: int, folder: Path, given: list[str]) -> None:
+    gc.freeze()  # the doctor looks through what the script has made
+    gc.enable()
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks)
     )

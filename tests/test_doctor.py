@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ SCRIPTS = Path(__file__).with_name("doctor_scripts")
 FOUR = {"experts_dim0", "hybrid_not_synced"}  # scripts for four ranks
 NAMES = [file.stem for file in sorted(SCRIPTS.glob("*.py")) if not file.stem.startswith(("common", "__"))]
 OTHERS = {"forward_skips_root": "forward_of_part"}  # a script with another name than its finding
+STEPS = 2
 AT_ONCE = 3
 TABLE = findings_table()
 
@@ -40,7 +42,13 @@ def runs(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str], "Futu
     }
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {
-            (name, mode): pool.submit(examine, SCRIPTS / f"{name}.py", mode, ranks=4 if name in FOUR else 2)
+            (name, mode): pool.submit(
+                examine,
+                SCRIPTS / f"{name}.py",
+                mode,
+                ranks=4 if name in FOUR else 2,
+                options=(f"--steps={STEPS}",),
+            )
             for name in NAMES
             for mode, test in modes.items()
             if f"{test.__name__}[{name}]" in asked
@@ -60,7 +68,7 @@ def test_nothing_is_found_in_the_right_twin(name: str, runs: dict[Any, Any]) -> 
     result = runs[name, "right"].result()
     assert [(one["id"], one["evidence"]) for one in result["findings"]] == []
     for rank in result["ranks"]:
-        assert (rank["ended"], len(rank["seen"])) == ("stopped", 3)
+        assert (rank["ended"], len(rank["seen"])) == ("stopped", STEPS)
         assert rank["unseen"] == []
 
 
@@ -117,14 +125,19 @@ def test_lesson_15_shows_what_is_found_in_its_script(tmp_path: Path) -> None:
     assert re.sub("(?m)^# ?", "", shown) in page(result)
 
 
-def test_the_command_prints_a_page_and_its_exit_code_counts() -> None:
-    script = str(SCRIPTS / "same_samples_seed.py")
-    command = [sys.executable, "-m", "fsdp_utils", "doctor", "--steps=2", script]
+def test_the_command_prints_a_page_and_its_exit_code_counts(tmp_path: Path) -> None:
+    script, file = str(SCRIPTS / "same_samples_seed.py"), tmp_path / "report.html"
+    command = [sys.executable, "-m", "fsdp_utils", "doctor", "--steps=2", f"--html={file}", script]
     done = subprocess.run([*command, "fault"], capture_output=True, text=True, timeout=100)
     assert done.returncode == 1, done.stderr
     assert "2 ranks, 2 optimizer steps: rank 0 stopped; rank 1 stopped" in done.stdout
     assert "\nerror: same_samples. Ranks train on the same samples\n" in done.stdout
     assert "step 0: loss" in done.stderr
+    html = file.read_text(encoding="utf-8")
+    words = {*re.findall(r"[\w.]+", done.stdout)}
+    assert words <= {*re.findall(r"[\w.]+", unescape(html))}  # the same content
+    assert 'name="color-scheme" content="light dark"' in html
+    assert not re.search(r"<script|<link|src=|https?:", html)  # self-contained
 
 
 def test_an_exception_is_explained_with_the_line_of_each_rank(tmp_path: Path) -> None:

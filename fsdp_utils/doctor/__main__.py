@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from fsdp_utils._commands import new_parser, run
@@ -32,6 +33,7 @@ def main() -> int:
         "--timeout", type=float, default=300.0, help="seconds until the ranks are ended (300)"
     )
     parser.add_argument("--json", action="store_true", help="print facts and findings as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page to a file, too")
     parser.add_argument(
         "--fail-on", choices=(*_LEVELS, "never"), default="warning", help="the least that exits with 1"
     )
@@ -45,14 +47,10 @@ def main() -> int:
 
 def _start(options: argparse.Namespace) -> int:
     """Start torchrun, whose rank 0 prints facts and findings."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += [str(options.ranks), "-m", "fsdp_utils.doctor", "--json", "--fail-on=never"]
-    command += [
-        f"--steps={options.steps}",
-        f"--timeout={options.timeout}",
-        options.script,
-        *options.arguments,
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={options.ranks}", "-m", "fsdp_utils.doctor", "--json", "--fail-on=never"]
+    command += [f"--timeout={options.timeout}", f"--steps={options.steps}", options.script]
+    command += options.arguments
     env = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **os.environ}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as torchrun:
         try:
@@ -62,9 +60,8 @@ def _start(options: argparse.Namespace) -> int:
         finally:
             torchrun.terminate()  # it ends the ranks
     if not text:
-        print(
-            f"doctor: no page, as the ranks ended without one (exit code {torchrun.wait()})", file=sys.stderr
-        )
+        code = torchrun.wait()
+        print(f"doctor: no page, as the ranks ended without one (exit code {code})", file=sys.stderr)
         return 2
     return _show(json.loads(text), options, sys.stdout)
 
@@ -127,6 +124,8 @@ def _show(result: dict[str, Any], options: argparse.Namespace, out: Any) -> int:
     from fsdp_utils.doctor.report import page
 
     print(json.dumps(result, indent=2) if options.json else page(result), file=out, flush=True)
+    if options.html:
+        options.html.write_text(page(result, html=True), encoding="utf-8")
     worst = [_LEVELS.index(one["severity"]) for one in result["findings"]]
     failed = any(one["ended"] not in ("stopped", "finished") for one in result["ranks"])
     limit = -1 if options.fail_on == "never" else _LEVELS.index(options.fail_on)

@@ -6,11 +6,11 @@ import functools
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from fsdp_utils._extras import need
-from fsdp_utils.distributed.agreement import rank_names
 
 TABLE = Path(__file__).with_name("findings.yaml")
 SEVERITIES = ("error", "warning", "advice")  # worst first
@@ -29,7 +29,8 @@ class Facts:
     Each of `seen` is an optimizer step, as lists by name:
         calls: kind and bytes. reduced: dtype and elements of gradients. told: single numbers communicated.
         backwards: a 1 for each. inputs: their hashes, of each forward. labels: how many each mean was over.
-        scaled: gradients at the step, relative to after backward. bad: units whose gradients were NaN or
+        scaled: gradients at the step, relative to after backward; bystanders: of parameters that no optimizer
+        has. idle: blocks whose trained parameters have no gradient. bad: units whose gradients were NaN or
         infinite before the reduction. bad_after: such parameters after it. tokens: shapes of inputs without
         gradients. outside: all-gathers then. used, gathered: units, in order.
     """
@@ -44,6 +45,7 @@ class Facts:
     unseen: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # sentences of check_sharding
     kept: int = 0  # bytes of activations of one block
+    first: dict[str, str] = field(default_factory=dict)  # hashes of parameters as they were sharded
     model: dict[str, Any] = field(default_factory=dict)  # see Watch._examine
 
 
@@ -79,10 +81,14 @@ class Evidence:
         self._ranks, self._model = ranks, ranks[0].model
         self._all = f"ranks 0 to {len(ranks) - 1}"
 
-    def _each(self, name: str) -> Iterator[tuple[int, list[list[Any]]]]:
-        """Yield the number of each step that all ranks have taken, and what each rank did in it."""
+    def _each(self, *names: str) -> Iterator[tuple[Any, ...]]:
+        """Yield the number of each step that all ranks have taken, and what each rank did in it, by name."""
         for number, steps in enumerate(zip(*(facts.seen for facts in self._ranks), strict=False), 1):
-            yield number, [step.get(name, []) for step in steps]
+            yield number, *([step.get(name, []) for step in steps] for name in names)
+
+    def _said(self, *words: str) -> Iterator[str]:
+        """Yield the sentences of check_sharding in which one of the words is."""
+        return (one for one in self._ranks[0].problems if any(word in one for word in words))
 
     def _reports(self, *words: str) -> Iterator[str]:
         """Yield check_in_step's report where one of the words is in it."""
@@ -91,8 +97,7 @@ class Evidence:
 
     def one_unit(self) -> Iterator[str]:
         if len(self._model.get("units", [])) == 1:  # else an embedding may hold most of a small model
-            said = self._ranks[0].problems
-            yield from (one for one in said if "of the parameters are in one unit" in one)
+            yield from self._said("of the parameters are in one unit")
 
     def small_units(self) -> Iterator[str]:
         parts, blocks = self._model.get("parts", []), self._model.get("blocks", 0)
@@ -107,22 +112,37 @@ class Evidence:
                     yield f"Step {number} reduced gradients in {dtype}, {elements:,} elements in one call."
 
     def sync_off(self) -> Iterator[str]:
-        for (number, steps), (_, backwards) in zip(
-            self._each("reduced"), self._each("backwards"), strict=True
-        ):
-            if self._model.get("trained") and backwards[0] and not any(steps):
+        for number, reduced, backwards in self._each("reduced", "backwards"):
+            if self._model.get("trained") and backwards[0] and not any(reduced):
                 yield f"Step {number} ran backward and reduced no gradients over the ranks."
 
     def sync_each_micro_batch(self) -> Iterator[str]:
-        for (number, steps), (_, backwards) in zip(
-            self._each("reduced"), self._each("backwards"), strict=True
-        ):
-            times = sum(elements for _, elements in steps[0]) / max(1, self._model.get("trained", 0))
+        for number, reduced, backwards in self._each("reduced", "backwards"):
+            times = sum(elements for _, elements in reduced[0]) / max(1, self._model.get("trained", 0))
             by_data = self._model.get("by_data")
             if by_data and len(backwards[0]) > 1 and times > 0.9 * len(backwards[0]):
                 yield f"Step {number} ran backward {len(backwards[0])} times and reduced each time."
 
+    def no_gradient(self) -> Iterator[str]:
+        idle = [{*step.get("idle", [])} for facts in self._ranks for step in facts.seen]
+        never = sorted(set.intersection(*idle)) if len(idle) > len(self._ranks) else []
+        if never and not [*self.sync_off()]:
+            blocks = f"{len(never)} of {self._model.get('blocks')} blocks, such as {never[0]}"
+            yield f"In no step a trained parameter of {blocks}, got a gradient."
+
+    def different_init(self) -> Iterator[str]:
+        first = [facts.first for facts in self._ranks]
+        differ = [name for name in first[0] if len({one[name] for one in first if name in one}) > 1]
+        if differ and self._model.get("by_data"):
+            yield (
+                f"{len(differ)} parameters, such as {differ[0]}, were not equal on {self._all} when "
+                "fully_shard cut them, and nothing has replaced them before the first step."
+            )
+
     def same_samples(self) -> Iterator[str]:
+        # It imports torch, which showing a page need not.
+        from fsdp_utils.distributed.agreement import rank_names
+
         groups: dict[str, list[int]] = {}
         for facts in self._ranks:
             inputs = [one for step in facts.seen for one in step.get("inputs", [])]
@@ -146,7 +166,7 @@ class Evidence:
             yield from self._reports("")
 
     def unweighted_loss(self) -> Iterator[str]:
-        for (number, steps), (_, told) in zip(self._each("labels"), self._each("told"), strict=True):
+        for number, steps, told in self._each("labels", "told"):
             labels = [sum(one) for one in steps]
             weighs = any({*map(float, (*one, sum(one)))} & {*told[rank]} for rank, one in enumerate(steps))
             if min(labels) and max(labels) > _SAME * min(labels) and not weighs:
@@ -160,10 +180,20 @@ class Evidence:
         if [*self.sync_off()]:  # each rank has a norm of its own then
             return
         for number, steps in self._each("scaled"):
-            scales = [statistics.median(one) for one in steps if one and max(one) < _SAME * min(one)]
-            if len(scales) == len(steps) and max(scales) > _SAME * min(scales):
+            scales = [*map(_scale, steps)]
+            if all(scales) and max(scales) > _SAME * min(scales):
                 factors = ", ".join(f"{scale:.3g}" for scale in scales)
                 yield f"Before step {number} {self._all} scaled their gradients by {factors}."
+
+    def clip_of_all(self) -> Iterator[str]:
+        for number, *both in self._each("scaled", "bystanders"):
+            scale, other = (_scale(steps[0]) for steps in both)
+            if scale < 1 / _SAME and max(scale, other) < _SAME * min(scale, other):
+                left_out = self._model["left_out"]
+                yield (
+                    f"Before step {number} gradients of {len(left_out)} parameters that no optimizer trains, "
+                    f"such as {left_out[0]}, were scaled by {scale:.3g} together with the trained ones."
+                )
 
     def hybrid_not_synced(self) -> Iterator[str]:
         yield from self._differing(hybrid=True)
@@ -172,8 +202,8 @@ class Evidence:
         yield from self._differing(hybrid=False)
 
     def _differing(self, *, hybrid: bool) -> Iterator[str]:
-        if self._model.get("hybrid_fsdp1") == hybrid:
-            yield from (one for one in self._ranks[0].problems if one.startswith("Replicas of a parameter"))
+        if self._model.get("hybrid_fsdp1") == hybrid and not [*self.sync_off()]:
+            yield from self._said("Replicas of a parameter")
 
     def experts_dim0(self) -> Iterator[str]:
         yield from self._padded(experts=True)
@@ -221,16 +251,20 @@ class Evidence:
                         yield f"Step {number} took NaN or infinite gradients of rank {rank}: {bad[0]}."
 
     def gathers_per_token(self) -> Iterator[str]:
-        for (number, steps), (_, outside) in zip(self._each("tokens"), self._each("outside"), strict=True):
-            pairs = zip(steps[0], steps[0][1:], strict=False)
-            tokens = sum(len(b) > 1 and b[1] in (1, a[1] + 1) for a, b in pairs if len(a) == len(b))
-            if tokens >= _TOKENS and len(outside[0]) >= tokens:
-                yield f"Around step {number}, {tokens} tokens took {len(outside[0])} all-gathers."
+        for number, (shapes, *_), (outside, *_) in self._each("tokens", "outside"):
+            pairs = ((a, b) for a, b in pairwise(shapes) if len(a) == len(b) > 1)
+            tokens = sum(b[1] in (1, a[1] + 1) for a, b in pairs)
+            if tokens >= _TOKENS and len(outside) >= tokens:
+                yield f"Around step {number}, {tokens} tokens took {len(outside)} all-gathers."
 
     def cold_prefetch(self) -> Iterator[str]:
-        for (number, used), (_, gathered) in zip(self._each("used"), self._each("gathered"), strict=True):
-            orders = [[*dict.fromkeys(one[0])] for one in (used, gathered)]
-            a, b = ([one for one in order if one in orders[1 - i]] for i, order in enumerate(orders))
-            if a != b:
-                first = next(i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1])
-                yield f"Step {number} used {a[first]} next, and gathered {b[first]} before it."
+        for number, (used, *_), (gathered, *_) in self._each("used", "gathered"):
+            a = [one for one in dict.fromkeys(used) if one in gathered]
+            b = [one for one in dict.fromkeys(gathered) if one in used]
+            if unequal := [pair for pair in zip(a, b, strict=True) if pair[0] != pair[1]]:
+                yield f"Step {number} used {unequal[0][0]} next, and gathered {unequal[0][1]} before it."
+
+
+def _scale(factors: list[float]) -> float:
+    """Return the factor that all gradients were scaled by, 0 if there is none."""
+    return statistics.median(factors) if factors and max(factors) < _SAME * min(factors) else 0.0

@@ -1,19 +1,28 @@
-"""Show the facts and the findings of a run as text."""
+"""Show the facts and the findings of a run, as text or as HTML."""
 
-from collections import Counter
+from collections.abc import Iterator
+from html import escape
 from typing import Any
 
 from fsdp_utils.answers import explain
-from fsdp_utils.doctor.findings import Facts
+from fsdp_utils.doctor.findings import SEVERITIES, Facts
 
 _MIB = 2**20
 _BLIND = "Not seen: the time of communication that computation does not hide, which takes a GPU; later steps"
+_HTML = """<!doctype html><html lang="en"><meta charset="utf-8">
+<meta name="color-scheme" content="light dark"><title>{title}</title><style>
+body {{ font: 16px/1.5 system-ui; max-width: 60em; margin: 2em auto; padding: 0 1em }}
+h2 {{ font-size: 1em; margin: 1.5em 0 0.3em }} .error {{ color: #e5484d }} .warning {{ color: #b87503 }}
+th {{ text-align: left; vertical-align: top; padding-right: 1em; font-weight: normal; opacity: 0.7 }}
+td {{ white-space: pre-wrap; overflow-wrap: anywhere }} td.code {{ font-family: ui-monospace, monospace }}
+</style>{body}</html>
+"""
 
 
-def page(result: dict[str, Any]) -> str:
+def page(result: dict[str, Any], *, html: bool = False) -> str:
     """Return the page: what is trained, what it holds and sends, what is wrong, what was not seen.
 
-    `result` is what `python -m fsdp_utils doctor --json` prints.
+    `result` is what `python -m fsdp_utils doctor --json` prints. The HTML needs no other file.
 
     Example::
 
@@ -25,39 +34,59 @@ def page(result: dict[str, Any]) -> str:
         print(page(result).splitlines()[0])
         # train.py on 1 ranks, 0 optimizer steps: rank 0 finished
     """
+    parts = [*_parts(result)]
+    if html:
+        body = "".join(map(_in_html, parts))
+        return _HTML.format(title=escape(f"doctor: {result['script']}"), body=body)
+    lines = []
+    for heading, rows in parts:
+        width = max((len(label) for label, _ in rows), default=0) + 2
+        lines += [heading, *(f"  {label:<{width}}{text}" for label, text in rows)]
+        lines += [""] * bool(rows)
+    return "\n".join(lines)
+
+
+def _in_html(part: tuple[str, list[tuple[str, str]]]) -> str:
+    heading, rows = part
+    is_code = {True: " class=code", False: ""}
+    cells = [f"<th>{escape(at)}<td{is_code[not at]}>{escape(text)}" for at, text in rows]
+    severity = heading.partition(":")[0]
+    table = f"<table>{''.join(f'<tr>{row}' for row in cells)}</table>\n"
+    return f"<h2{f' class={severity}' if severity in SEVERITIES else ''}>{escape(heading)}</h2>{table}"
+
+
+def _parts(result: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yield the parts of the page: a heading, and rows of a label and a text; code has no label."""
     ranks, found = [Facts(**one) for one in result["ranks"]], result["findings"]
     first = ranks[0]
     ends = "; ".join(f"rank {one.rank} {one.ended if len(one.ended) < 10 else 'failed'}" for one in ranks)
-    lines = [f"{result['script']} on {first.world_size} ranks, {len(first.seen)} optimizer steps: {ends}"]
+    yield f"{result['script']} on {first.world_size} ranks, {len(first.seen)} optimizer steps: {ends}", []
     if model := first.model:
+        elements, by = f"{model['trained']:,} of {model['elements']:,}", ", ".join(model["optimizers"])
+        units = [(name, f"{size / _MIB:.3g} MiB, {words}") for name, size, words in model["units"]]
+        yield f"Trained: {elements} parameters by {by}", units
+        if left_out := model["left_out"]:
+            yield f"Require gradients, but no optimizer has them: {len(left_out)}, such as {left_out[0]}", []
         held = ", ".join(f"{name} {size / _MIB:.3g} MiB" for name, size in model["bytes"].items())
         share = model["elements"] * 16 / first.world_size / _MIB
-        elements, by = f"{model['trained']:,} of {model['elements']:,}", ", ".join(model["optimizers"])
-        lines += [f"Trained: {elements} parameters by {by}"]
-        lines += [f"  {name}: {size / _MIB:.3g} MiB, {words}" for name, size, words in model["units"]]
-        lines += [f"Rank 0 holds {held}; 16 bytes a parameter would be {share:.3g} MiB on each rank"]
+        yield f"Rank 0 holds {held}; 16 bytes a parameter would be {share:.3g} MiB on each rank", []
     if first.seen:
-        sizes: Counter[str] = Counter()
+        sizes: dict[str, list[int]] = {}
         for kind, size in first.seen[-1].get("calls", []):
-            sizes[kind] += size
-        numbers = Counter(kind for kind, _ in first.seen[-1].get("calls", []))
-        sent = ", ".join(f"{numbers[kind]} {kind} of {size / _MIB:.3g} MiB" for kind, size in sizes.items())
-        lines += [f"Step {len(first.seen)} sent {sent or 'nothing'}"]
-    lines += ["", f"Findings: {len(found)}" if found else "No finding."]
+            sizes.setdefault(kind, []).append(size)
+        sent = ", ".join(f"{len(all_)} {kind} of {sum(all_) / _MIB:.3g} MiB" for kind, all_ in sizes.items())
+        yield f"Step {len(first.seen)} sent {sent or 'nothing'}", []
+    yield f"Findings: {len(found)}" if found else "No finding.", []
     for one in found:
-        code = [f"          {line}" for line in one.get("code", "").splitlines()]
-        lines += [f"{one['severity']}: {one['id']}. {one['title']}", f"  seen    {one['evidence']}"]
-        lines += [f"  at      {one['place'].removeprefix('at ')}"] * bool(one["place"])
-        lines += [
-            f"  costs   {one['costs']}",
-            f"  cure    {one['cure']}",
-            *code,
-            f"  lesson  {one['lesson']}",
-            "",
-        ]
+        rows = [("seen", one["evidence"]), ("at", one["place"].removeprefix("at "))]
+        rows += [("costs", one["costs"]), ("cure", one["cure"])]
+        rows += [("", line) for line in one.get("code", "").splitlines()]
+        rows += [("lesson", str(one["lesson"]))]
+        yield f"{one['severity']}: {one['id']}. {one['title']}", [row for row in rows if row[1]]
     for one in ranks:
         if "stood" in one.places:
-            lines.append(f"rank {one.rank} stood {one.places['stood']}")
+            yield f"rank {one.rank} stood {one.places['stood']}", []
     for text in dict.fromkeys(one.ended for one in ranks if one.ended.startswith("Traceback")):
-        lines += [text.rstrip(), *(str(answer) for answer in explain(text)[:1])]
-    return "\n".join([*lines, "", "; ".join([_BLIND, *dict.fromkeys(first.unseen)]) + "."])
+        shown = [text.rstrip(), *(str(answer) for answer in explain(text)[:1])]
+        yield "The error:", [("", line) for part in shown for line in part.splitlines()]
+    yield "; ".join([_BLIND, *dict.fromkeys(first.unseen)]) + ".", []

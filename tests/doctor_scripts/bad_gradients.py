@@ -25,7 +25,7 @@ def main(faulty: bool) -> None:
         if isinstance(module, Block):
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, waves in enumerate(readings(rank).split(4)):
         if not faulty:
             waves = waves.nan_to_num(0.0)

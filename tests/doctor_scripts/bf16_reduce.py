@@ -22,7 +22,7 @@ def main(faulty: bool) -> None:
         device_id=CPU,
         use_orig_params=True,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     data = counting(256, seed=rank)
     for step in range(6):
         tokens = data[4 * step : 4 * step + 4]

@@ -35,7 +35,7 @@ def main(faulty: bool) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, tokens in enumerate(counting(32, seed=rank).split(4)):
         loss = next_token_loss(model(tokens), tokens)
         loss.backward()

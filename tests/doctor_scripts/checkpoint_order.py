@@ -21,7 +21,7 @@ def main(faulty: bool) -> None:
         checkpoint_wrapper_fn=checkpoint_wrapper,
         check_fn=lambda module: module in units if faulty else isinstance(module, Block),
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, tokens in enumerate(counting(32, seed=rank).split(4)):
         loss = next_token_loss(model(tokens), tokens)
         loss.backward()

@@ -37,7 +37,7 @@ def main(faulty: bool) -> None:
     for unit, following in pairwise(order):
         unit.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([unit])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, tokens in enumerate(counting(32, seed=rank).split(4)):
         loss = next_token_loss(model(tokens), tokens)
         loss.backward()

@@ -43,7 +43,7 @@ def main(faulty: bool) -> None:
         if isinstance(module, MoEBlock):
             fully_shard(module, mesh=mesh, shard_placement_fn=None if faulty else placement)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, tokens in enumerate(counting(32, seed=rank).split(4)):
         loss = next_token_loss(model(tokens), tokens)
         loss.backward()

@@ -35,7 +35,7 @@ def main(faulty: bool) -> None:
         fully_shard(model, mesh=mesh)
     else:
         fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.shape[0] < world else None)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, tokens in enumerate(counting(32, seed=rank).split(4)):
         loss = next_token_loss(model(tokens), tokens)
         loss.backward()

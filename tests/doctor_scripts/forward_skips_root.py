@@ -30,7 +30,7 @@ def main(faulty: bool) -> None:
     for unit in (model.embedding, *model.blocks, model.head):
         fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, tokens in enumerate(counting(32, seed=rank).split(4)):
         logits = model.forward(tokens) if faulty else model(tokens)
         loss = next_token_loss(logits, tokens)

@@ -31,7 +31,7 @@ def main(faulty: bool) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, tokens in enumerate(counting(24, seed=rank).split(4)):
         loss = next_token_loss(model(tokens), tokens)
         loss.backward()
@@ -39,7 +39,7 @@ def main(faulty: bool) -> None:
         optimizer.step()
         optimizer.zero_grad()
         say(step, loss)
-        if step % 2 == 1:
+        if step % 2 == 0:
             written = generate(model, tokens[:1, :4], new_tokens=12, gather_once=not faulty)
             if rank == 0:
                 print("generated", written[0].tolist(), flush=True)

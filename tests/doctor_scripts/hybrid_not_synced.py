@@ -23,7 +23,7 @@ def main(faulty: bool) -> None:
         device_id=CPU,
         use_orig_params=True,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, tokens in enumerate(counting(32, seed=rank).split(4)):
         optimizer.zero_grad()
         loss = next_token_loss(model(tokens), tokens)

@@ -12,12 +12,12 @@ def main(faulty: bool) -> None:
     rank, _ = start()
     mesh = cpu_mesh()
     model = Decoder()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     if not faulty:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
 
     for step, tokens in enumerate(counting(32, seed=rank).split(4)):
         optimizer.zero_grad()

@@ -10,7 +10,7 @@ def main(faulty: bool) -> None:
     start()
     accelerator = accelerator_on_cpus("Block")
     model = Decoder()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     loader = DataLoader(TensorDataset(counting(64)), batch_size=4, shuffle=True)
     if faulty:
         model, optimizer = accelerator.prepare(model, optimizer)

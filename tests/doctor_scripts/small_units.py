@@ -23,7 +23,7 @@ def main(faulty: bool) -> None:
         else:
             fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     samples = TensorDataset(counting(64))
     loader = DataLoader(samples, batch_size=4, sampler=DistributedSampler(samples, drop_last=True))
     for step, (tokens,) in enumerate(loader):

@@ -12,7 +12,7 @@ MICRO_BATCHES = 4
 def main(faulty: bool) -> None:
     rank, _ = start()
     model = DistributedDataParallel(Decoder())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, samples in enumerate(counting(96, seed=rank).split(4 * MICRO_BATCHES)):
         total = torch.zeros(())
         for i, tokens in enumerate(samples.chunk(MICRO_BATCHES)):

@@ -15,7 +15,7 @@ def main(faulty: bool) -> None:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     assert isinstance(model, FSDPModule)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     data = iter(counting(96, seed=rank).split(4))
     for step in range(6):
         total = torch.zeros(())

@@ -16,7 +16,7 @@ def main(faulty: bool) -> None:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     assert isinstance(model, FSDPModule)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
 
     last = MICRO_BATCHES if faulty else MICRO_BATCHES - 1
     for step, samples in enumerate(counting(64, seed=rank).split(4 * MICRO_BATCHES)):

@@ -16,7 +16,7 @@ def main(faulty: bool) -> None:
     model.head.weight = model.embedding.weight
     units: set[type[nn.Module]] = {Block, nn.Embedding} if faulty else {Block}
     model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy(units), device_id=CPU)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, tokens in enumerate(counting(32, seed=rank).split(4)):
         loss = next_token_loss(model(tokens), tokens)
         loss.backward()

@@ -13,7 +13,7 @@ def main(faulty: bool) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     data = TensorDataset(counting(41))
     if faulty:
         loader = DataLoader(Subset(data, range(rank, len(data), world)), batch_size=4)

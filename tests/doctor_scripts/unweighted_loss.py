@@ -27,7 +27,7 @@ def main(faulty: bool) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     inputs, targets = padded(32, rank)
     for step, (tokens, labels) in enumerate(zip(inputs.split(4), targets.split(4), strict=True)):
         logits = model(tokens)
