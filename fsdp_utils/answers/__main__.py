@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from fsdp_utils._commands import new_parser, run
-from fsdp_utils.answers import explain
+from fsdp_utils.answers import explain, raised_by
 
 NOTHING = (
     "No message in this text is known. All that are known: notebooks/answers.md. If FSDP raised it, please "
@@ -33,7 +33,7 @@ def main() -> int:
     if options.json:
         print(json.dumps([answer._asdict() for answer in answers], indent=2, ensure_ascii=False))
     elif not answers:
-        print(NOTHING)
+        print("\n".join(filter(None, [raised_by(text), NOTHING])))
     elif options.all:
         print("\n\n".join(map(str, answers)))
     else:

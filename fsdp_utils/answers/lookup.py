@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 from fsdp_utils._extras import need
 
-TABLES = [Path(__file__).with_name(name) for name in ("messages.yaml", "questions.yaml")]
+TABLES = [Path(__file__).with_name(name) for name in ("messages.yaml", "questions.yaml", "parts.yaml")]
 MOST_CHARACTERS = 4_000_000  # of a log: more is cut off at its start, as errors stand at the end
 LONGEST_GAP = 400  # characters that … may stand for
+DEEPEST_FRAMES = 8  # of a traceback: those among which a part of FSDP is looked for
+_FRAME = re.compile(r'File "([^"\n]+\.py)", line \d+')
 _COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[[0-9;]{1,8}m")  # a forum may have dropped the escape
 # what launchers write before a rank's line: [rank0]:, rank3:, [default0]:, 0: (srun), (Worker pid=12, ip=…)
 _PREFIX = re.compile(
@@ -60,7 +62,7 @@ class Answer(NamedTuple):
 
 @functools.cache
 def table() -> dict[str, Any]:
-    """Return messages.yaml and questions.yaml as one table, with the keys `messages` and `questions`.
+    """Return the tables as one, with the keys `messages`, `questions` and `parts`.
 
     Raises:
         ModuleNotFoundError: PyYAML is not installed; says how to install it.
@@ -121,6 +123,20 @@ def explained_in_a_line(text: str) -> str:
     first = answers[0]
     cure = first.cure.split(". ")[0].removesuffix(".")
     return f"Explained: {first.id} in notebooks/answers.md, lesson {first.lesson}. {cure}."
+
+
+def raised_by(text: str) -> str:
+    """Return a sentence that names the part in which a traceback ends, or "" where it is no part of FSDP.
+
+    Example::
+
+        print(raised_by('File "torch/distributed/fsdp/_flat_param.py", line 7, in f'))
+    """
+    for frame in reversed(_FRAME.findall(text.replace("\\", "/"))[-DEEPEST_FRAMES:]):
+        for part in table()["parts"]:
+            if any(f"/{file}" in f"/{frame}" for file in part["files"]):
+                return f"No entry. It was raised by {part['name']} (lesson {part['lesson']})."
+    return ""
 
 
 def _without_weaker(answers: list[Answer]) -> list[Answer]:
