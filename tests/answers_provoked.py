@@ -2483,6 +2483,27 @@ def ddp_ready_twice(message: Message) -> Names:
     return {"fresh": True, **locals()}
 
 
+@provoked
+def accelerate_size_of_units(message: Message) -> Names:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    with message:
+        FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=1e8)
+    return locals()
+
+
+@provoked
+def checkpoint_exception(message: Message) -> Names:
+    class Failing(dcp.DefaultSavePlanner):
+        def create_local_plan(self) -> Any:
+            raise OSError("no space left")
+
+    folder, state = shared_folder(), sharded().state_dict()
+    with message:
+        dcp.save(state, checkpoint_id=folder, planner=Failing())
+    return locals()
+
+
 # ---- what ends the process -------------------------------------------------------------------------------
 
 
