@@ -2211,6 +2211,299 @@ def accelerate_parallelism_size(message: Message) -> Names:
     return locals()
 
 
+# ---- by raise sites --------------------------------------------------------------------------------------
+
+
+@provoked
+def fsdp1_state_dict_types_differ(message: Message) -> Names:
+    model = FSDP(nn.Sequential(FSDP(nn.Linear(8, 8)), nn.Linear(8, 8)))
+    FullyShardedDataParallel.set_state_dict_type(model.module[0], StateDictType.SHARDED_STATE_DICT)
+    with message:
+        FullyShardedDataParallel.get_state_dict_type(model)
+    return locals()
+
+
+@provoked
+def fsdp1_ignored_twice(message: Message) -> Names:
+    model = blocks()
+    with message:
+        FSDP(model, ignored_modules=[model[0]], ignored_states=[model[0]])
+    return locals()
+
+
+@provoked
+def fsdp1_optimizer_state_of_another_shape(message: Message) -> Names:
+    model = FSDP(blocks(), use_orig_params=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(x).sum().backward()
+    optimizer.step()
+    state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    wrong = copy.deepcopy(state)
+    for one in wrong["state"].values():
+        one["exp_avg"] = torch.ones(3)
+    with message:
+        FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, wrong)
+    return locals()
+
+
+@provoked
+def several_roots(message: Message) -> Names:
+    model = blocks()
+    fully_shard([model[0], model[1]])
+    with message:
+        model[0](x)
+    model = blocks()
+    return locals()
+
+
+@provoked
+def reshard_after_forward_as_text(message: Message) -> Names:
+    with message:
+        fully_shard(blocks(), reshard_after_forward="FULL_SHARD")
+    model = blocks()
+    return locals()
+
+
+@provoked
+def prefetch_of_unsharded_modules(message: Message) -> Names:
+    model = fully_shard(blocks())
+    with message:
+        model.set_modules_to_forward_prefetch([model[0]])
+    model = sharded()
+    return locals()
+
+
+@provoked
+def checkpoint_without_id(message: Message) -> Names:
+    model, folder = sharded(), shared_folder()
+    with message:
+        dcp.save(model.state_dict())
+    return locals()
+
+
+@provoked
+def optimizer_state_that_cannot_be_flattened(message: Message) -> Names:
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.state[model[0].weight]["kind"] = "matrix"
+    with message:
+        sd.get_optimizer_state_dict(
+            model, optimizer, options=sd.StateDictOptions(flatten_optimizer_state_dict=True)
+        )
+    return locals()
+
+
+@provoked
+def rank_not_in_group(message: Message) -> Names:
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    rank = dist.get_rank()
+    with message:
+        dist.broadcast(torch.ones(1), src=1 - rank, group=groups[rank])
+    return locals()
+
+
+@provoked
+def collective_of_a_number(message: Message) -> Names:
+    with message:
+        dist.all_reduce(1.5)
+    return locals()
+
+
+@provoked
+def reentrant_checkpoint_with_grad(message: Message) -> Names:
+    block, inputs = blocks(), x.clone().requires_grad_()
+    with message:
+        torch.autograd.grad(checkpoint(block, inputs, use_reentrant=True).sum(), inputs)
+    return locals()
+
+
+@provoked
+def ddp_nothing_to_train(message: Message) -> Names:
+    model = blocks().requires_grad_(False)
+    with message:
+        nn.parallel.DistributedDataParallel(model)
+    return locals()
+
+
+@provoked
+def ddp_models_differ(message: Message) -> Names:
+    with message:
+        nn.parallel.DistributedDataParallel(blocks(1 + dist.get_rank()))
+    return {"fresh": True}
+
+
+@provoked
+def accelerate_quantized_on_another_device(message: Message) -> Names:
+    accelerator_, model = accelerator(), blocks()
+    model.is_loaded_in_4bit, model.hf_device_map = True, {"": "cuda:1"}
+    with message:
+        accelerator_.prepare_model(model)
+    return locals()
+
+
+@provoked
+def accelerate_sync_module_states(message: Message) -> Names:
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils import load_fsdp_model
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, state_dict_type="FULL_STATE_DICT")
+    accelerator_, model, folder = accelerator(), blocks(), tempfile.mkdtemp()
+    accelerator_.state.fsdp_plugin = plugin
+    with message:
+        load_fsdp_model(plugin, accelerator_, model, folder)
+    torch.save(model.state_dict(), f"{folder}/pytorch_model_fsdp.bin")
+    return locals()
+
+
+@provoked
+def accelerate_unknown_keys(message: Message) -> Names:
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    file = Path(tempfile.mkdtemp()) / "config.yaml"
+    file.write_text("distributed_type: FSDP\nfsdp_sharding: 1\n")
+    with message:
+        ClusterConfig.from_yaml_file(file)
+    return locals()
+
+
+@provoked
+def accelerate_cpu_offload_of_another_version(message: Message) -> Names:
+    from accelerate import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import CPUOffload
+
+    with message:
+        FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=CPUOffload(True))
+    return locals()
+
+
+@provoked
+def accelerate_save_meta(message: Message) -> Names:
+    accelerator_, folder = accelerator(), tempfile.mkdtemp()
+    with message, torch.device("meta"):
+        accelerator_.save_model(blocks(), folder)
+    return locals()
+
+
+@provoked
+def accelerate_auto_wrap_policy(message: Message) -> Names:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    with message:
+        FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="always")
+    return locals()
+
+
+@provoked
+def trainer_quantized(message: Message) -> Names:
+    import transformers
+
+    model, args = blocks(), arguments()
+    model.is_quantized = True
+    with message:
+        transformers.Trainer(model, args)
+    return locals()
+
+
+@provoked
+def trainer_option_of_fsdp1(message: Message) -> Names:
+    with message:
+        arguments(fsdp="hybrid_shard")
+    return locals()
+
+
+@provoked
+def lightning_fsdp_on_cpu(message: Message) -> Names:
+    from lightning.fabric import Fabric
+
+    with message:
+        Fabric(strategy="fsdp", accelerator="cpu")
+    return locals()
+
+
+@provoked
+def lightning_original_parameters(message: Message) -> Names:
+    from lightning.fabric.strategies import FSDPStrategy
+
+    model = blocks()
+    with message:
+        FSDPStrategy(use_orig_params=False).setup_module_and_optimizers(model, [])
+    return locals()
+
+
+@provoked
+def lightning_several_models(message: Message) -> Names:
+    from lightning.fabric.strategies import FSDPStrategy
+
+    strategy, folder = FSDPStrategy(), shared_folder()
+    models = {"student": FSDP(blocks()), "teacher": FSDP(blocks())}
+    with message:
+        strategy.save_checkpoint(f"{folder}/two", models)
+    return locals()
+
+
+@provoked
+def lightning_fsdp1_under_model_parallel(message: Message) -> Names:
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    strategy = ModelParallelStrategy(lambda model, mesh: model)
+    with message:
+        strategy.setup_module(FSDP(blocks()))
+    return locals()
+
+
+@provoked
+def unused_parameters_ddp_or_fsdp(message: Message) -> Names:
+    class Partly(Words):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.blocks[0](self.embedding(tokens))
+
+    model = nn.parallel.DistributedDataParallel(Partly())
+    with message:
+        for _ in range(2):
+            model(tokens).sum().backward()
+    return {"fresh": True, **locals()}
+
+
+@provoked
+def ddp_ready_twice(message: Message) -> Names:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.block, checkpoint(self.block, x, use_reentrant=True), use_reentrant=True)
+
+    inputs, block = x.clone().requires_grad_(), blocks()
+    model = nn.parallel.DistributedDataParallel(Twice(), find_unused_parameters=True)
+    with message:
+        model(inputs).sum().backward()
+    return {"fresh": True, **locals()}
+
+
+@provoked
+def accelerate_size_of_units(message: Message) -> Names:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    with message:
+        FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=1e8)
+    return locals()
+
+
+@provoked
+def checkpoint_exception(message: Message) -> Names:
+    class Failing(dcp.DefaultSavePlanner):
+        def create_local_plan(self) -> Any:
+            raise OSError("no space left")
+
+    folder, state = shared_folder(), sharded().state_dict()
+    with message:
+        dcp.save(state, checkpoint_id=folder, planner=Failing())
+    return locals()
+
+
 # ---- what ends the process -------------------------------------------------------------------------------
 
 

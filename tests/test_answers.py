@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 
 from fsdp_utils import record_collectives, run_on_ranks
-from fsdp_utils.answers import explain, table
+from fsdp_utils.answers import explain, raised_by, table
 from tests import answers_provoked
 from tools.answers_page import PAGE, page
 
@@ -83,7 +83,7 @@ def test_every_message_has_a_test_or_says_why_it_has_none() -> None:
         compile(entry.get("code", ""), name, "exec")
         assert ("only_with" in entry) != ("code" in entry), name
         assert re.match(
-            r"(CUDA|Lightning|torchao|torchrun|torchtitan): \S+, \S+",
+            r"(CUDA|torch(run|ao|titan)?|Accelerate|Lightning|transformers)( before [\d.]+)?: \S+, \S+",
             entry.get("only_with", "CUDA: file, symbol"),
         ), name
 
@@ -485,6 +485,23 @@ def test_the_command_prints_the_answer_or_that_it_knows_none(tmp_path: Path) -> 
     assert done.returncode == 1
     assert "No message in this text is known" in done.stdout
     assert "can be read" in command(str(tmp_path / "none")).stderr
+
+
+def test_without_an_entry_the_command_names_the_part_that_raised() -> None:
+    frames = (
+        '  File "/lib/torch/distributed/fsdp/{}", line 7, in f\n  File "/home/me/train.py", line 9, in g\n'
+    )
+    done = command(text=frames.format("_flat_param.py") + "AssertionError: nobody has written about this")
+    assert done.returncode == 1
+    assert done.stdout.startswith("No entry. It was raised by FSDP1's flat parameters (lesson 13).\n")
+    assert command("--json", text=frames.format("api.py")).stdout.strip() == "[]"
+    assert raised_by('File "torch/optim/adamw.py", line 7, in f') == ""
+    for part in table()["parts"]:
+        for file in part["files"]:
+            text = frames.format("api.py") + f'  File "C:\\lib\\{file}/some.py", line 7, in h'.replace(
+                "/", "\\"
+            )
+            assert raised_by(text.replace(".py\\some.py", ".py")).split(" by ", 1)[1].startswith(part["name"])
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from fsdp_utils._commands import new_parser, run
-from fsdp_utils.answers import explain
+from fsdp_utils.answers import explain, raised_by
 
 NOTHING = (
     "No message in this text is known. All that are known: notebooks/answers.md. If FSDP raised it, please "
@@ -17,23 +17,19 @@ def main() -> int:
     """Print the answers; return 0, or 1 where nothing is known."""
     parser = new_parser("fsdp_utils explain", __doc__)
     parser.add_argument("--json", action="store_true", help="print the answers as JSON")
-    parser.add_argument(
-        "--all", action="store_true", help="print all that match, not the most specific alone"
-    )
+    parser.add_argument("--all", action="store_true", help="print all that match, not the best one alone")
     parser.add_argument("file", nargs="?", help="the log; without it, standard input")
     options = parser.parse_args()
-    if options.file is None:
-        text = sys.stdin.buffer.read().decode("utf-8", "replace")
-    else:
-        try:
-            text = Path(options.file).read_bytes().decode("utf-8", "replace")
-        except OSError as error:
-            parser.error(f"{options.file}: expected a file that can be read, found: {error.strerror}")
+    try:
+        read = sys.stdin.buffer.read() if options.file is None else Path(options.file).read_bytes()
+    except OSError as error:
+        parser.error(f"{options.file}: expected a file that can be read, found: {error.strerror}")
+    text = read.decode("utf-8", "replace")
     answers = explain(text)
     if options.json:
         print(json.dumps([answer._asdict() for answer in answers], indent=2, ensure_ascii=False))
     elif not answers:
-        print(NOTHING)
+        print(*filter(None, [raised_by(text), NOTHING]), sep="\n")
     elif options.all:
         print("\n\n".join(map(str, answers)))
     else:

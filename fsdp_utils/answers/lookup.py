@@ -1,5 +1,6 @@
 """Finds the messages of messages.yaml in a pasted traceback or in the log of a job."""
 
+import contextlib
 import functools
 import re
 from pathlib import Path
@@ -7,9 +8,10 @@ from typing import Any, NamedTuple
 
 from fsdp_utils._extras import need
 
-TABLES = [Path(__file__).with_name(name) for name in ("messages.yaml", "questions.yaml")]
+TABLES = [Path(__file__).with_name(name) for name in ("messages.yaml", "questions.yaml", "parts.yaml")]
 MOST_CHARACTERS = 4_000_000  # of a log: more is cut off at its start, as errors stand at the end
-LONGEST_GAP = 400  # characters that … may stand for
+_GAP = ".{0,400}?"  # what … may stand for
+_FRAME = re.compile(r'File "([^"\n]+\.py)", line \d+')
 _COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[[0-9;]{1,8}m")  # a forum may have dropped the escape
 # what launchers write before a rank's line: [rank0]:, rank3:, [default0]:, 0: (srun), (Worker pid=12, ip=…)
 _PREFIX = re.compile(
@@ -47,7 +49,7 @@ class Answer(NamedTuple):
 
 @functools.cache
 def table() -> dict[str, Any]:
-    """Return messages.yaml and questions.yaml as one table, with the keys `messages` and `questions`.
+    """Return the tables as one, with the keys `messages`, `questions` and `parts`.
 
     Raises:
         ModuleNotFoundError: PyYAML is not installed; says how to install it.
@@ -99,15 +101,20 @@ def explained_in_a_line(text: str) -> str:
         line = explained_in_a_line("ValueError: Cannot flatten integer dtype tensors")
         print(line.split(" in ")[0])  # Explained: cannot-flatten-integer-dtype
     """
-    try:
-        answers = explain(text)
-    except ModuleNotFoundError:
-        return ""
-    if not answers:
-        return ""
-    first = answers[0]
-    cure = first.cure.split(". ")[0].removesuffix(".")
-    return f"Explained: {first.id} in notebooks/answers.md, lesson {first.lesson}. {cure}."
+    with contextlib.suppress(ModuleNotFoundError):
+        for first in explain(text)[:1]:
+            cure = first.cure.split(". ")[0].removesuffix(".")
+            return f"Explained: {first.id} in notebooks/answers.md, lesson {first.lesson}. {cure}."
+    return ""
+
+
+def raised_by(text: str) -> str:
+    """Return a sentence on the part of FSDP in which the last frames of a traceback lie, or ""."""
+    for frame in reversed(_FRAME.findall(text.replace("\\", "/"))[-8:]):
+        for part in table()["parts"]:
+            if any(f"/{file}" in f"/{frame}" for file in part["files"]):
+                return f"No entry. It was raised by {part['name']} (lesson {part['lesson']})."
+    return ""
 
 
 def _without_weaker(answers: list[Answer]) -> list[Answer]:
@@ -136,6 +143,5 @@ def _patterns() -> list[tuple[dict[str, Any], re.Pattern[str], list[str], list[s
         near = [_normal(word) for word in entry.get("near", [])]
         for wording in [entry["message"], *entry.get("also", [])]:
             parts = _parts(wording)
-            gap = f".{{0,{LONGEST_GAP}}}?"
-            found.append((entry, re.compile(gap.join(map(re.escape, parts))), near, parts))
+            found.append((entry, re.compile(_GAP.join(map(re.escape, parts))), near, parts))
     return found
