@@ -41,24 +41,26 @@ fig.legend(loc="outside lower center", ncols=3, frameon=False)
 plots.show(fig, alt="The fastest size is 16, and at each size the runs with retries are mostly the slower ones.")
 
 # %% [markdown]
-# Each dot is one run of this lesson's model on an H200 that may use 1.5 to 2.1 GiB (the axis begins at 300).
-# At the same batch size, runs with retries (orange) are mostly the slower ones. And from 16 on, the smallest of
-# these sizes, more samples gain nothing. (Much smaller batches are slow: see "What a larger batch gains".)
+# Each dot is one run of five steps on an H200 that may use 1.5 to 2.1 GiB (the axis begins at 300). At the
+# same batch size, runs with retries in the last two steps (orange) are mostly the slower ones. The fastest
+# runs are those of 16, the smallest size that was measured. (A far smaller batch is slow: see "What a
+# larger batch gains".)
 
 # %% tags=["card"]
 lesson.card(
     5,
     learn="tell reserved from allocated memory, see retries, and choose a batch size by measuring",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 16, 20),
+    minutes=(1, 19, 18),
 )
 
 # %% [markdown]
 # ## The script
 #
-# On which sizes do retries begin, and why? A CPU has no allocator of this kind, so this script **simulates**
-# PyTorch's for a GPU that has 1.8 GiB to give (little, for a small model). First it records what five
-# training steps of one rank allocate and free. No GPU is needed for that: under `FakeTensorMode` tensors have
+# At which sizes do retries begin, and why? A CPU has no allocator of this kind, so this script **simulates**
+# PyTorch's, for a model of 50 million parameters and a GPU that has 1.8 GiB to give. It prints what tensors
+# occupy, and what the allocator holds for them (**reserved**). First it records what five training steps of
+# one rank allocate and free. No GPU is needed for that: under `FakeTensorMode` tensors have
 # shapes and no numbers, and the `fake` process group sends nothing. FSDP2's calls are the real ones. Save it
 # as `train.py`, then `torchrun --nproc-per-node 4 train.py`.
 #
@@ -120,8 +122,9 @@ lesson.card(
 # ## Reserved and allocated
 #
 # Asking a GPU for memory (`cudaMalloc`) takes time, and giving it back (`cudaFree`) makes the program wait
-# for the GPU. So PyTorch's **caching allocator** asks for large segments and cuts tensors out of them. When a
-# tensor is freed, its place stays in a cache for the next one. **Allocated** is what tensors occupy;
+# for the GPU. So PyTorch's **caching allocator** asks for segments, and places tensors in them: those below
+# 10 MiB share segments of 2 or 20 MiB, a larger one gets its own. When a tensor is freed, its place stays in
+# a cache, and the next tensor takes it if it is large enough. **Allocated** is what tensors occupy;
 # **reserved** is allocated plus cache. Reserved has to fit on the GPU, beside the CUDA context and NCCL's
 # buffers, which it does not count. The next cell replays four lines on a simulated GPU of 100 MiB.
 
@@ -155,8 +158,8 @@ Table(
 #
 # ## Why the cache is so large
 #
-# In the script, reserved is 0.20 to 0.27 GiB more than the tensors. The next cells record its model again, and
-# replay it without a limit in three ways. (Only sizes 16, 24 and 32 are recorded. Those between are
+# In the script, reserved is 0.20 to 0.27 GiB more than the tensors. The next cells record its model again,
+# and replay it without a limit in three ways. (Only sizes 16, 24 and 32 are recorded. Those between are
 # interpolated, tensor by tensor, which gives exactly the recorded 24.)
 
 # %%
@@ -297,13 +300,15 @@ assert (f"{min(more):.2f}", f"{max(more):.2f}") == ("0.20", "0.27")
 
 # %% [markdown]
 # A band of retries (orange) separates the sizes that train well from those that run out of memory. In the
-# simulation it is one to three sizes wide, at 15 of the 16 limits at which some size trains well and some runs
-# out of memory. On the H200 it is three or four sizes wide and begins earlier: kernels take workspaces of their own,
-# which no trace of tensors sees. (With all tensors on one stream the simulation has no orange: of its 40
-# orange places 22 then train, and 18 run out of memory.)
+# simulation it is one to three sizes wide, at 15 of the 16 limits at which some size trains well and some
+# runs out of memory. On the H200 it begins at smaller sizes, at the limits where any size is good, and is
+# three or four sizes wide, with expandable segments two to five. One likely cause is the kernels'
+# workspaces, which no trace of tensors sees. (With all tensors on one stream the simulation has no orange:
+# of its 40 orange places 22 then train, and 18 run out of memory.)
 #
 # At the lower edge retries may stop after a few steps (blue): the cache has then found a shape that serves
-# every request. Such a size is good. Above the edge they continue. Advice like "the largest batch
+# every request. Such a size is called good here: no retry in the last two of five steps. In a long run, keep
+# watching the counter. Above the edge retries continue. Advice like "the largest batch
 # that runs" usually ends in the orange band, and so can tools that lower the batch size until no error comes,
 # such as Accelerate's `find_executable_batch_size`.
 #
@@ -312,10 +317,10 @@ assert (f"{min(more):.2f}", f"{max(more):.2f}") == ("0.20", "0.27")
 #
 # ## What a larger batch gains
 #
-# A step has costs that do not grow with the batch: the optimizer's step, the CPU's work of starting kernels,
-# and FSDP's all-gathers and reduce-scatters. A small batch pays them for few samples. The next cell reads two
-# runs of a Llama (16 layers, width 2,048, bf16) on an H200, as a single rank: one sample of 512 tokens a step,
-# and four of 2,048.
+# A step has costs that do not grow with the batch: the optimizer's step, the CPU's work of starting
+# kernels, and FSDP's all-gathers and reduce-scatters. A small batch pays them for few samples. The next
+# cell reads two runs of a Llama (16 layers, width 2,048, bf16) on an H200, as a single rank: one sample of
+# 512 tokens a step, and four of 2,048.
 
 # %% tags=["gain"]
 import re
@@ -330,15 +335,16 @@ rows.sort()
 Table(["tokens a step", "seconds", "tokens per second"], rows)
 
 # %% [markdown]
-# 16 times as many tokens take 1.3 times as long: 12 times the throughput. But this gain ends where the GPU is
-# busy. In the first figure no size above 16 (4,096 tokens) gains anything. From there on, more samples only
-# need more memory, until retries make them slower.
+# 16 times as many tokens take 1.3 times as long: 12 times the throughput. (This is another model, without
+# communication.) The gain ends where the GPU is busy. In the first figure no size above 16 (4,096 tokens) is
+# faster: they need more memory, and 17 is slower even without a retry.
 #
 # ## What a retry costs
 #
 # To give memory back (`cudaFree`, or unmapping pages of expandable segments), the program waits for the GPU.
 # The next cell takes the H200's runs that had retries in both of their last two steps, and compares the
-# faster of these steps with that of runs of the same batch size whose step had none.
+# faster of these steps with the median run of the same batch size, at any limit and setting, in which at
+# least one of the two steps had none.
 
 # %% tags=["cost"]
 from statistics import median
@@ -380,11 +386,12 @@ assert (rows[1][0] / rows[0][0], round(rows[1][1] / rows[0][1], 1), round(rows[1
 #
 # At 11 of the 16 settings (eight limits, with and without expandable segments) some size was good. At each of
 # them the largest size that runs had retries, and trained 4 to 35% fewer samples per second than 16. Retries
-# are one part of that. The other is that 16 suits this GPU: 17 trains 9% fewer without any retry.
+# are one part of that. The size itself is the other: without a retry in the timed steps, 17 trains 9% fewer
+# than 16, and 22 1% fewer. Sizes below 16 were not measured, so a smaller one may be as fast.
 #
-# So samples per second decide. Then why look at retries at all? Because a short test can miss what they cost:
-# at 2.1 GiB, size 22 retried in every second step, and its other steps were fast. And because retries say that
-# the GPU is full: a longer sequence may find no memory.
+# So samples per second decide. Then why look at retries at all? Because a short test can miss what they
+# cost: at 2.1 GiB, size 22 retried in every second step, and its other steps were fast. And because retries
+# say that the GPU is full: a longer sequence may find no memory.
 #
 # In 2022 the author of the [videos](../videos.md) measured a vision transformer of 1.986 billion parameters:
 # 5.46 s a step at batch size 16, and 7.26 s at 17, with nine retries in five steps: 20% fewer images per
@@ -395,9 +402,14 @@ assert (rows[1][0] / rows[0][0], round(rows[1][1] / rows[0][1], 1), round(rows[1
 # By hand, on a GPU, with a `step(batch_size)` that trains one step (forward, backward, optimizer):
 #
 # ```python
+# import time
+#
+# import torch
+#
 # def retries():
 #     return torch.cuda.memory_stats()["num_alloc_retries"]    # since the process began
 #
+# torch.cuda.empty_cache()                                     # drop what another size left in the cache
 # for _ in range(3):
 #     step(batch_size)                                         # the cache takes its shape
 # torch.cuda.synchronize()
@@ -408,17 +420,21 @@ assert (rows[1][0] / rows[0][0], round(rows[1][1] / rows[0][1], 1), round(rows[1
 # print(2 * batch_size / (time.perf_counter() - begin), "samples/s,", retries() - before, "retries")
 # ```
 #
-# `find_batch_size(step)` searches in this way on all ranks. It doubles the batch size until a trial fails, then
-# halves the distance. A trial fails on out of memory, or on a retry in its last two steps on any rank. Of the
-# sizes that pass, it takes the fastest, and of several within 2% the largest. Three things to know:
+# `find_batch_size(step)` searches in this way on all ranks. It doubles the batch size until a trial fails,
+# then halves the distance. A trial of five steps fails if any rank runs out of memory, or has a retry in
+# the last two steps. Of the sizes that pass, it takes the fastest, and of several within 2% the largest.
+# Four things to know:
 #
+# - after out of memory it can go on with FSDP2 from torch 2.13 on, and not with FSDP1. With several ranks,
+#   out of memory after the first two steps of a trial ends the search: start the job again, with a smaller
+#   `limit`;
 # - let `step` use your longest sequence: memory grows with the number of tokens;
 # - the steps really train, so build model and optimizer anew afterwards;
 # - another batch size changes the training: make up for it by gradient accumulation, or adapt the learning
 #   rate.
 #
-# `Memory_Maximizer` watches the training itself. On a CPU, as here, the search needs a `limit`, and there are
-# no retries to see.
+# `Memory_Maximizer` then counts retries and memory on all ranks while you train. On a CPU, as here, the
+# search needs a `limit`, and there are no retries to see.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -470,8 +486,9 @@ assert set(ranks.get("watch.report.steps")) == {10}
 #
 # Write the rule. `log` is what the H200 measured under one limit. For each batch size, `log[size]` is `None`
 # if it ran out of memory, else two values: the retries of each of five steps, and the seconds of a step (the
-# faster of the last two). Return the batch size to take, and 0 if no size is good. Your rule is run on five
-# logs. A part of one, at 2.1 GiB, is printed below: which size is right there?
+# faster of the last two). A size is good if neither of its last two steps retried. Return the good size with
+# the most samples per second, and 0 if no size is good. Your rule is run on five logs. A part of
+# one, at 2.1 GiB, is printed below: which size is right there?
 #
 # <details><summary>Hint</summary>
 #
@@ -600,10 +617,11 @@ def my_choice(log):                             # does not expect None
 # ## Your turn 2 · One answer for all ranks
 #
 # One rank may run out of memory where the others do not. If each rank decided for itself, they would go on to
-# different sizes, train different numbers of steps, and in the end wait for each other. `step(batch_size)`
-# trains on this rank and returns the retries of its last two steps, or raises `torch.OutOfMemoryError`.
-# Return True, on every rank, if no rank ran out of memory and no rank had a retry, and False otherwise, on
-# every rank.
+# different sizes, train different numbers of steps, and in the end wait for each other. Here
+# `step(batch_size)` is a whole trial: it trains some steps on this rank and returns the retries of the last
+# two, or raises `torch.OutOfMemoryError`. Your function runs on every rank. Return True on all ranks if no
+# rank ran out of memory and no rank had a retry, and False on all ranks otherwise. `torch`, `dist` and
+# `device` are those of the search's cell above.
 #
 # (This `step` has no collective. In a real one the other ranks would wait for the rank that failed, so
 # `find_batch_size` sends the failure to them.)
@@ -729,8 +747,8 @@ def my_trial(step, batch_size):                 # what rank 0 has seen
 # |:--|:--|:--|
 # | steps take longer than with a slightly smaller batch, and memory is nearly full | retries | read `num_alloc_retries` before and after some steps; a smaller batch |
 # | `CUDA out of memory`, with gigabytes "reserved by PyTorch but unallocated" | the cache is in pieces that do not serve the request | `expandable_segments:True`; a smaller batch |
-# | `CUDA out of memory`, and you don't know what fills it | unknown, so look | `torch.cuda.memory._record_memory_history()` before the first step; in `except torch.OutOfMemoryError`, `torch.cuda.memory._dump_snapshot("rank-0.pickle")`; drop the file on [pytorch.org/memory_viz](https://pytorch.org/memory_viz), or replay it with `AllocationTrace.from_snapshot` |
-# | one rank runs out of memory, and the others hang | they wait in a collective that it never calls | `find_batch_size(step)` sends a failure in the first two steps of a trial to the other ranks; turn 2 alone is enough only for a step without collectives |
+# | `CUDA out of memory`, and you don't know what fills it | unknown, so look | `torch.cuda.memory._record_memory_history()` before the first step; in `except torch.OutOfMemoryError`, `torch.cuda.memory._dump_snapshot(f"rank-{rank}.pickle")`; drop the file on [pytorch.org/memory_viz](https://pytorch.org/memory_viz), or replay it: `AllocationTrace.from_snapshot(pickle.load(open(file, "rb")))` |
+# | one rank runs out of memory, and the others hang | they wait in a collective that it never calls | in training: stop the job, and take a smaller batch on all ranks. In a search: `find_batch_size(step)` sends a failure in the first two steps of a trial to the other ranks; turn 2 alone is enough only for a step without collectives |
 # | slower since `torch.cuda.empty_cache()` runs in each step | it gives back every segment in which no tensor lives, as a retry does | leave it out |
 #
 # ## The rule

@@ -1,11 +1,11 @@
 # %% [markdown]
 # # 19 · Optimizers that need the whole matrix
 #
-# Which optimizers are right on shards, and what do I do with one that needs the whole matrix? **AdamW, SGD and
-# all others that treat each element by itself are right on any shard: leave them as they are. Give
-# `torch.optim.Muon` the parameters of `fully_shard`, never their local parts: its step is right, but it sends
-# each matrix many times over. Give each matrix one owner rank, as `OwnedMuon` below does, and a step takes two
-# collectives.**
+# Which optimizers are right on shards, and what do I do with one that needs the whole matrix? **AdamW, SGD
+# and all others that treat each element by itself are right on any shard: leave them as they are. Give
+# `torch.optim.Muon` the parameters of `fully_shard`, never their local parts: its step is right, but it
+# sends each matrix many times over. Give each matrix one owner rank, as `OwnedMuon` below does, and a step
+# takes two collectives for each parameter group.**
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -37,7 +37,7 @@ lesson.card(
     19,
     learn="tell which optimizers may see shards, run Muon with one owner per matrix, and save 8-bit states",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb), [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb)",
-    minutes=(1, 20, 25),
+    minutes=(1, 24, 26),
 )
 
 # %% [markdown]
@@ -45,8 +45,9 @@ lesson.card(
 #
 # Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It takes one optimizer step on shards
 # and the same step in one process, and compares the weights. **Muon** keeps a momentum for each weight
-# matrix, as SGD does. Before it steps, it brings the momentum's singular values close to 1, all but the
-# smallest. A shard of rows has other singular values than the matrix.
+# matrix, as SGD does. Before it steps, it brings the momentum's singular values to between about 0.7 and
+# 1.2, all but the smallest, so that the step is about as long in every direction. A shard of rows has other
+# singular values than the matrix.
 #
 # ```python
 # import torch
@@ -241,16 +242,16 @@ Table(
 #   It also compares losses, and here each rank has its own: return the mean over the ranks from the closure.
 # - Muon computes in bf16, so two orders of summation differ by a percent or so.
 #
-# In this table nothing is wrong without an error. On plain shards it happens, and FSDP1 gives an optimizer plain
-# shards, as does code that calls `to_local()`. Of optimizers elsewhere, Lion is element-wise; LARS and LAMB take
-# the norm of a whole matrix; SOAP and Shampoo multiply matrices. For yours, ask a function:
+# In this table nothing is wrong without an error. On plain shards it happens, and FSDP1 gives an optimizer
+# plain shards, as does code that calls `to_local()`. Of optimizers elsewhere, Lion is element-wise; LARS
+# and LAMB take the norm of a whole matrix; SOAP and Shampoo multiply matrices. For yours, ask a function:
 #
 # ## Your turn 1 · Is it right on plain shards?
 #
-# Write `right_on_shards(optimizer_class)`: True if the optimizer, made by
-# `optimizer_class([parameter], lr=0.01)`, takes the same steps on a shard of rows as on the whole matrix,
-# False if not. No process group is needed: a shard is a slice of a matrix that you make. Keep the function: it
-# judges any optimizer of matrices in a second.
+# Write `right_on_shards(optimizer_class)`: True if the optimizer, made by `optimizer_class([parameter],
+# lr=0.01)`, takes the same steps on a shard of rows as on the whole matrix, False if not. No process group
+# is needed: a shard is a slice of a matrix that you make. Keep the function: it judges an optimizer of
+# matrices in a second, for the cut and the options that you try.
 #
 # <details><summary>Hint</summary>
 #
@@ -464,7 +465,8 @@ def gathered(matrices):                                     # list of DTensors, 
 # | 4,096 | 250% | 31% | 4% |
 # | 8,192 | 500% | 62% | 8% |
 #
-# With m = 4,096 the gathered optimizer takes more FLOPs than the training that it serves. Hence owners: rank r
+# From m = 1,639 on the gathered iteration takes more FLOPs than the training of the matrix. With gradient
+# accumulation count the tokens of all micro-batches of the step. Hence owners: rank r
 # computes matrix r. On more than two ranks they also send less: a matrix's shards go to one rank, not to all,
 # and rows of the result come back.
 #
@@ -605,7 +607,8 @@ def with_owners(matrices):                                  # shards side by sid
 #
 # A model has matrices of several shapes, more of them than ranks, and rows that do not divide. So `owned`,
 # for any list: matrix i belongs to rank i modulo the ranks, and all matrices travel in the same two
-# collectives, whose parts may differ in size. `rank` and `world` are this rank's number and the ranks'.
+# collectives, whose parts may differ in size. Copy the cell with the first
+# `newton_schulz` too. `rank` and `world` are `dist.get_rank()` and `dist.get_world_size()`.
 
 # %%
 # %%ranks
@@ -653,7 +656,7 @@ class OwnedMuon(torch.optim.Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(weight)         # a DTensor, as the weight is
                 momentum = state["momentum_buffer"].lerp_(weight.grad, 1 - beta)
                 updates.append(weight.grad.lerp(momentum, beta))
-            for weight, update in zip(weights, self.way(updates)):
+            for weight, update in zip(weights, self.way(updates) if updates else []):
                 weight.mul_(1 - lr * group["weight_decay"])
                 weight.add_(update, alpha=-lr * max(1, weight.size(0) / weight.size(1)) ** 0.5)
 
@@ -708,21 +711,26 @@ head = ["14 matrices", "collectives of a step", "KiB sent by a rank", "off from 
 Table(head, [[name, count, kib, f"{error:.2f}"] for name, (count, kib, error) in muons.items()])
 
 # %% [markdown]
-# All three take the steps of one process but for bf16's rounding. On four ranks the class sends a twentieth of
-# what `torch.optim.Muon` sends. Its momentum is a DTensor, so
-# `save_distributed(folder, model, [muon, adamw], step=…)` saves both optimizers, for any number of ranks. Many matrices in the order of their sizes give all
-# owners about the same work. The class knows one mesh dimension, cut by rows. For GPUs, used there by others and not run here:
-# `Muon` of [microsoft/dion](https://github.com/microsoft/dion) sends batches of matrices all-to-all and
-# overlaps that with computation; VeOmni has owners with uneven shards
+# All three take the steps of one process but for bf16's rounding. On four ranks the class sends a twentieth
+# of what `torch.optim.Muon` sends. Its momentum is a DTensor, so `save_distributed(folder, model, [muon,
+# adamw], step=…)` saves both optimizers, for any number of ranks. Sort the list by `numel()`: in the order
+# of a Llama, three of 7 ranks own all MLPs. A step holds all matrices of a group at once: about 17 bytes
+# more for each element of a shard (16 matrices, 4 ranks). The class knows one mesh dimension, cut by rows:
+# with `Shard(1)` the step is wrong without an error, so check `weight.placements`. For GPUs, used there by
+# others and not run here: `Muon` of [microsoft/dion](https://github.com/microsoft/dion) sends batches of
+# matrices all-to-all and overlaps that with computation; VeOmni has owners with uneven shards
 # ([#973](https://github.com/ByteDance-Seed/VeOmni/pull/973)).
 #
 # ## Blocks: Shampoo and 8-bit states
 #
-# Between one element and the whole matrix lie optimizers that need a block. They are right on shards, with
-# nothing sent, if no cut goes through a block. **Shampoo** multiplies a gradient G from both sides by the
-# inverse fourth roots of G Gᵀ and Gᵀ G, summed up over the steps; to keep these small it works on blocks of
-# the matrix, here of rows. **8-bit optimizers** store a state as 8-bit codes with one scale for each block of
-# values; `CodedMomentum`, from the folded cell of turn 1, does so for 8 values of a row.
+# Between one element and the whole matrix lie optimizers that need a block. They are right on plain shards,
+# with nothing sent, if no cut goes through a block. Do not give them DTensors unchecked: the `Shampoo`
+# below then gathers copies by `split`, updates those and leaves the weights as they were, without an error.
+# **Shampoo** multiplies a gradient G from both sides by the inverse fourth roots of G Gᵀ and Gᵀ G, summed
+# up over the steps; to keep these small it works on blocks of the matrix, here of rows. **8-bit
+# optimizers** store a state as 8-bit codes with one scale for each block of values; `CodedMomentum`, from
+# the folded cell of turn 1, rounds to such codes, 8 values of a row to a scale. It keeps the rounded
+# floats, so it saves no memory.
 
 # %%
 # %%ranks
@@ -761,7 +769,7 @@ draw(reached)
 #
 # ## 8-bit states in a checkpoint
 #
-# The step is right; the **checkpoint** needs care, as codes and scales have other shapes than the parameter.
+# The step is right; the **checkpoint** needs care, as codes and scales are often plain tensors of a rank.
 # A step of momentum in 8 bits, saved and loaded on two ranks, with shards of one size (measured by
 # tests/test_optimizer_states.py):
 #
@@ -771,30 +779,31 @@ draw(reached)
 # | `save_distributed` | refused | right, codes in int8 |
 #
 # PyTorch takes a plain tensor to be the same on all ranks, stores one rank's, and every rank loads it. Its
-# `Optimizer.load_state_dict` converts each state but `step` to the parameter's dtype, so the codes take four
-# times their bytes until the next step.
+# `Optimizer.load_state_dict` converts each state but `step` to the dtype of a floating-point parameter: under
+# float32 parameters codes take four times their bytes, until a step makes new codes.
 #
-# Two maintained libraries, not run here. bitsandbytes' kernels know no DTensors: under FSDP2 issues report an
-# illegal memory access in the step ([#1633](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633))
-# and an assertion in the save ([#1732](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1732)).
-# torchao's `AdamW8bit` keeps DTensors. Whether it quantizes a state depends on the shard's size, so with other
-# ranks it may be another approximation ([#4912](https://github.com/pytorch/ao/issues/4912)).
+# Two maintained libraries, not run here. bitsandbytes' kernels know no DTensors: under FSDP2 issues report
+# an illegal memory access in the step
+# ([#1633](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633)) and an assertion in the
+# save ([#1732](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1732)). torchao's `AdamW8bit`
+# keeps DTensors. Whether it quantizes a state depends on the shard's size, so with other ranks it may be
+# another approximation ([#4912](https://github.com/pytorch/ao/issues/4912)).
 #
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | the loss falls slowly, or Newton-Schulz gives `inf` or `nan` ([Moonlight #27](https://github.com/MoonshotAI/Moonlight/issues/27)) | a matrix optimizer got shards (`p.to_local()`) | turn 1's function finds it; owners or `full_tensor()` mend it |
+# | the loss falls slowly, or Newton-Schulz gives `inf` or `nan` ([Moonlight #27](https://github.com/MoonshotAI/Moonlight/issues/27)) | a matrix optimizer got shards (`p.to_local()`) | turn 1's function tells whether the optimizer may see shards; owners or `full_tensor()` mend it |
 # | `Muon only supports 2D parameters` | a bias, norm or convolution in its list; or FSDP1: its parameters are flat, also with `use_orig_params=True` | give those to AdamW; FSDP2 |
 # | Muon: `in-place operations that require placement changes are not supported` | a matrix with fewer rows than ranks | give it to AdamW, or an owner |
 # | `got mixed torch.Tensor and DTensor` in `_foreach_…` or `_fused_adamw_` | `ignored_params` in one group with sharded ones | a group for each, and all-reduce the ignored gradients yourself |
-# | with offloaded units the step is slow | parameters on CPU and GPU: the default falls back to a loop ([#187615](https://github.com/pytorch/pytorch/issues/187615)) | pass `fused=True` or `foreach=True`: both group by device |
+# | with offloaded units the step is slow | parameters on CPU and GPU: the default falls back to a loop ([#187615](https://github.com/pytorch/pytorch/issues/187615)) | pass `fused=True` or `foreach=True` (Adam, AdamW, SGD; Muon has neither): both group by device |
 # | optimizer states leave no room on the GPU | `CPUOffloadPolicy` takes parameters and gradients along | move `optimizer.state` alone: to the GPU in `register_step_pre_hook`, to the CPU in `register_step_post_hook` |
 # | 8-bit states differ after a resume | plain states: every rank loaded the one copy that was stored | DTensor states, or `save_distributed`, which refuses |
 #
 # ## The rule
 #
 # Element-wise: leave it. A block: no cut through it. The whole matrix: one owner each. Before you trust an
-# optimizer on plain shards, compare three steps with one process.
+# optimizer on shards, plain or DTensors, compare three steps with one process.
 #
 # [← lesson 18](18_beyond_forward_and_backward.ipynb) · [lesson 20 →](20_experts.ipynb)
