@@ -112,6 +112,8 @@ class Evidence:
                     yield f"Step {number} reduced gradients in {dtype}, {elements:,} elements in one call."
 
     def sync_off(self) -> Iterator[str]:
+        if len(self._ranks) == 1:  # there is nobody to reduce with
+            return
         for number, reduced, backwards in self._each("reduced", "backwards"):
             if self._model.get("trained") and backwards[0] and not any(reduced):
                 yield f"Step {number} ran backward and reduced no gradients over the ranks."
