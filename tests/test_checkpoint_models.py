@@ -164,7 +164,6 @@ BUFFERS = (
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str | tuple[str, ...]]] = {
     "FSDP2(experts)": (lambda: fully_shard(m := Mixture(own=True), ignored_params={m.experts}), EXPERTS),
     "FSDP1(experts)": (lambda: fsdp1(m := Mixture(own=True), ignored_states=[m.experts]), EXPERTS),
-    "FSDP1(DDP)": (lambda: fsdp1(DDP(Net())), "expected one entry"),
     "FSDP1(compile)": (lambda: fsdp1(compiled(Net())), (HIDDEN, "put FSDP1 inside of torch.compile")),
     "meta": (lambda: fsdp2(Net().to("meta")), "model.embed.weight: expected values in memory"),
     "buffers": (lambda: own_buffers(build("fsdp2")[0]), BUFFERS),

@@ -109,7 +109,13 @@ def explained_in_a_line(text: str) -> str:
 
 
 def raised_by(text: str) -> str:
-    """Return a sentence on the part of FSDP in which the last frames of a traceback lie, or ""."""
+    """Return a sentence on the part of FSDP in which the last frames of a traceback lie, or "".
+
+    Example::
+
+        text = 'File "torch/distributed/fsdp/_flat_param.py", line 1'
+        print(raised_by(text))  # No entry. It was raised by FSDP1's flat parameters (lesson 13).
+    """
     for frame in reversed(_FRAME.findall(text.replace("\\", "/"))[-8:]):
         for part in table()["parts"]:
             if any(f"/{file}" in f"/{frame}" for file in part["files"]):

@@ -18,13 +18,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_utils.planner import work_items
 from fsdp_utils.planner.models import Inputs, Source, batch_of, build, in_words
 from fsdp_utils.planner.recorder import recording_steps, storage_of
 from fsdp_utils.planner.work_items import Label, Recording
 from fsdp_utils.sharding.blocks import outermost, transformer_block_classes
-from fsdp_utils.sharding.checkpointing import compute_again, selective
+from fsdp_utils.sharding.checkpointing import every_nth, selective
 from fsdp_utils.sharding.units import find_units
 from fsdp_utils.sharding.wrapping import shard
 from fsdp_utils.torch_internals.groups import fake_store
@@ -120,16 +121,9 @@ def _run_steps(source: Source, setting: Setting, model: Any) -> Recording:
 
 
 def _sharded(model: nn.Module, setting: Setting, mesh: DeviceMesh) -> nn.Module:
-    options: dict[str, Any] = {"preserve_rng_state": False}
-    if setting.compiled and setting.checkpointing is None:
-        # compiled blocks keep what their matrix products give: the partitioner of torch.compile computes the
-        # rest again in backward, within fused kernels
-        options["context_fn"] = selective(every_other=False)
     try:
         if setting.checkpointing is not None or setting.compiled:
-            blocks = [block for _, block in outermost(model, tuple(transformer_block_classes(model)))]
-            way = "full" if setting.checkpointing is None else setting.checkpointing
-            compute_again(blocks, way, **options)
+            _compute_again(model, setting.checkpointing)
         if setting.shard is None:
             return shard(model, mesh=mesh, strategy=setting.strategy, mp_policy=setting.mp_policy)
     except ValueError as error:
@@ -140,6 +134,18 @@ def _sharded(model: nn.Module, setting: Setting, mesh: DeviceMesh) -> nn.Module:
     elif not isinstance(model, FSDPModule):
         raise ValueError(f"plan: expected shard to give a sharded model, found {type(model).__name__}")
     return model
+
+
+def _compute_again(model: nn.Module, checkpointing: str | int | None) -> None:
+    """Checkpoint the blocks, also in eval mode. None is for compiled blocks, which keep what their matrix
+    products give: the partitioner of torch.compile computes the rest again in backward, within fused kernels.
+    """
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if checkpointing in ("selective", None):
+        options["context_fn"] = selective(every_other=checkpointing is not None)
+    blocks = [block for _, block in outermost(model, tuple(transformer_block_classes(model)))]
+    for block in blocks[:: every_nth(checkpointing or "full")]:
+        block.forward = partial(checkpoint, block.forward, **options)
 
 
 @contextmanager

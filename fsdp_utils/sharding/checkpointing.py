@@ -44,19 +44,21 @@ def selective(*, every_other: bool = True) -> Callable[[], Any]:
     return contexts
 
 
-def compute_again(blocks: Sequence[nn.Module], checkpointing: str | int, **options: Any) -> None:
-    """Replace the forward of each block, or of every n-th; inside fully_shard's hooks, which gather once.
-
-    The options are those of torch's checkpoint.
-    """
+def every_nth(checkpointing: str | int) -> int:
+    """Return n, where every n-th block is to be computed again."""
     every = 1 if checkpointing in ("full", "selective") else checkpointing
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(
             'shard: expected checkpointing to be None, "full", "selective" or a number n from 1 on (every '
             f"n-th block), found {checkpointing!r}"
         )
-    if checkpointing == "selective":
-        options["context_fn"] = selective()
+    return every
+
+
+def compute_again(blocks: Sequence[nn.Module], checkpointing: str | int) -> None:
+    """Replace the forward of each block, or of every n-th; inside fully_shard's hooks, which gather once."""
+    every = every_nth(checkpointing)
+    options = {"context_fn": selective()} if checkpointing == "selective" else {}
     for place, block in enumerate(list(dict.fromkeys(map(unwrapped, blocks)))[::every]):
         block.forward = _computed_again(block, options, first=place == 0)
 
