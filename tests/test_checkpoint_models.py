@@ -32,6 +32,7 @@ from tests.checkpoints import (
     by_blocks,
     fsdp1,
     fsdp2,
+    outcome,
     rank,
     refusals,
     stored,
@@ -164,6 +165,7 @@ BUFFERS = (
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str | tuple[str, ...]]] = {
     "FSDP2(experts)": (lambda: fully_shard(m := Mixture(own=True), ignored_params={m.experts}), EXPERTS),
     "FSDP1(experts)": (lambda: fsdp1(m := Mixture(own=True), ignored_states=[m.experts]), EXPERTS),
+    "FSDP1(DDP)": (lambda: fsdp1(DDP(Net())), "found DDP inside of it"),
     "FSDP1(compile)": (lambda: fsdp1(compiled(Net())), (HIDDEN, "put FSDP1 inside of torch.compile")),
     "meta": (lambda: fsdp2(Net().to("meta")), "model.embed.weight: expected values in memory"),
     "buffers": (lambda: own_buffers(build("fsdp2")[0]), BUFFERS),
@@ -181,6 +183,30 @@ def refused(folder: Path) -> dict[str, str | None]:
 def test_models_that_cannot_be_saved_are_refused_on_all_ranks(tmp_path: Path) -> None:
     assert_told(run_on_ranks(refused, tmp_path), {name: words for name, (_, words) in REFUSED.items()})
     assert not list(tmp_path.glob("*-step-*"))
+
+
+def fail_before_a_gather(folder: Path) -> tuple[str | None, float, bool]:
+    """Rank 1 fails where FSDP1 would gather: rank 0 waits in a collective of the model's own group."""
+    model, optimizer = build("fsdp1")
+    train(model, optimizer, Data(), 1)
+    options = model.process_group._get_backend(torch.device("cpu")).options
+    before = options._timeout
+
+    def hook(*_: Any) -> None:
+        raise MemoryError("not enough for the state dict")
+
+    if rank() == 1:
+        model.register_state_dict_pre_hook(hook)
+    dist.barrier()
+    found = outcome(lambda: save_distributed(folder, model, optimizer, step=1, wait_s=3.0))
+    return *found[:2], options._timeout == before
+
+
+def test_a_rank_that_fails_before_a_gather_of_fsdp1_is_not_waited_for_long(tmp_path: Path) -> None:
+    for error, seconds, restored in run_on_ranks(fail_before_a_gather, tmp_path, timeout=30):
+        assert "rank 1: MemoryError: not enough for the state dict" in str(error)
+        assert seconds < 10
+        assert restored, "the group keeps another timeout"
 
 
 # ---- every placement ---------------------------------------------------------------------------------------

@@ -72,6 +72,11 @@ def test_nothing_is_found_in_the_right_twin(name: str, runs: dict[Any, Any]) -> 
         assert rank["unseen"] == []
 
 
+def test_one_rank_is_not_asked_for_what_takes_two() -> None:
+    script = SCRIPTS / "same_samples_seed.py"
+    assert examine(script, "fault", ranks=1, options=("--steps=2",))["findings"] == []
+
+
 def test_each_finding_of_the_table_has_a_script() -> None:
     assert {finding_of(name) for name in NAMES} == {one["id"] for one in TABLE}
 

@@ -300,12 +300,13 @@ def test_process_groups_are_those_alive() -> None:
         assert groups.process_groups() == [world]
 
 
-def test_a_timeout_of_gloo_is_set() -> None:
+@pytest.mark.parametrize("setter", ["set_group_timeout", "set_gloo_timeout"])
+def test_timeouts_of_gloo_are_set_and_read(setter: str) -> None:
     with a_group() as world:
         backend = groups.group_backend(world, CPU)
         assert isinstance(backend, dist.ProcessGroupGloo)
-        groups.set_group_timeout(world, 12.5)
-        assert backend.options._timeout.total_seconds() == 12.5
+        getattr(groups, setter)(world, 12.5)
+        assert groups.gloo_timeout(world) == 12.5
 
 
 def test_abort_groups_takes_one_or_all_off_the_list() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.asynchronous import wait_for_save_in_flight
@@ -15,6 +16,7 @@ from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.state import has_fsdp1, optimizer_classes, parameter_names
 from fsdp_utils.distributed.agreement import Ranks, agree, fingerprint, has_peers
 from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle
+from fsdp_utils.torch_internals.groups import gloo_timeout, process_groups, set_gloo_timeout
 
 # How long one rank may take longer than the others to read or write its part.
 TRANSFER_LIMIT_S = 3600.0
@@ -29,7 +31,10 @@ def collective_call(
     *,
     wait_s: float,
 ) -> Iterator[Ranks]:
-    """Wait for a save in flight and for all ranks, which must want the same of the same model."""
+    """Wait for a save in flight and for all ranks, which must want the same of the same model.
+
+    Inside, a rank waits at most wait_s for another one in a gloo collective of the model's groups.
+    """
 
     def all_facts() -> dict[str, Any]:
         if dist.is_available() and dist.is_initialized() and not has_peers():
@@ -56,7 +61,7 @@ def collective_call(
         wait_s=wait_s,
         collective_s=TRANSFER_LIMIT_S,
     )
-    with ranks.guard():
+    with ranks.guard(), _limited(ranks, wait_s):
         yield ranks
 
 
@@ -106,11 +111,34 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
 
 
 def _check_fsdp1(model: nn.Module) -> None:
-    """Refuse what FSDP1's state dict loses: tensor parallelism inside of it."""
+    """Refuse what FSDP1's state dict loses: DDP or tensor parallelism inside of it."""
     for unit in (module for module in model.modules() if isinstance(module, FSDP1)):
         handle = fsdp1_handle(unit)
-        if handle is not None and any(Flat(handle.flat_param).extensions):
+        tensor_parallel = handle is not None and any(Flat(handle.flat_param).extensions)
+        if tensor_parallel or any(isinstance(one, DistributedDataParallel) for one in unit.modules()):
             raise CheckpointError(
-                "expected FSDP1 around parameters that nothing else wraps, found tensor-parallel ones inside "
-                "of it, which FSDP1's state dict loses. Use FSDP2 (fully_shard), or FSDP1 alone"
+                "expected FSDP1 around parameters that nothing else wraps, found "
+                f"{'tensor-parallel ones' if tensor_parallel else 'DDP'} inside of it, which FSDP1's state "
+                "dict loses. Use FSDP2 (fully_shard), or FSDP1 alone"
             )
+
+
+@contextmanager
+def _limited(ranks: Ranks, seconds: float) -> Iterator[None]:
+    """Limit how long a rank waits for another one in a gloo collective of the program's own groups.
+
+    FSDP1 gathers its state over the groups that the training uses. A rank that fails before such a collective
+    would leave the others in it until the group's timeout: half an hour with gloo. A group whose collective
+    has run out of time cannot be used any more. NCCL's groups keep their own timeout (10 minutes by default):
+    when it is over, NCCL's watchdog ends the process.
+    """
+    groups = process_groups() if dist.is_available() and dist.is_initialized() else []
+    limits = {group: gloo_timeout(group) for group in groups if group is not ranks.group}
+    before = {group: limit for group, limit in limits.items() if limit is not None}
+    for group in before:
+        set_gloo_timeout(group, seconds)
+    try:
+        yield
+    finally:
+        for group, timeout in before.items():
+            set_gloo_timeout(group, timeout)

@@ -87,7 +87,8 @@ def save_distributed(
             frozen base, save the adapters. Such a checkpoint is loaded with the same option.
         asynchronous: return when the state is copied to CPU memory, which is kept for the next save, and
             write in the background. The next save or load waits for it and raises its error.
-        wait_s: seconds to wait for all ranks to enter. Then one may take an hour longer to write its part.
+        wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
+            the model's own groups. One rank may take an hour longer than the others to write its part.
 
     Returns:
         The save. `.wait()` gives the path of the checkpoint; it is done already unless asynchronous.

@@ -56,7 +56,10 @@ def join_group(rank: int, world_size: int, device: str, port: int, timeout_s: fl
     _listener = None
     timeout = timedelta(seconds=timeout_s)
     options: Any = {"wait_for_workers": False, "master_listen_fd": descriptor}
-    store = TCPStore(ADDRESS, port, world_size, rank == 0, timeout, **options)
+    try:
+        store = TCPStore(ADDRESS, port, world_size, rank == 0, timeout, **options)
+    except NotImplementedError:  # torch 2.7's libuv takes no port that is open already
+        store = TCPStore(ADDRESS, port, world_size, rank == 0, timeout, use_libuv=False, **options)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     if on_gpu:

@@ -109,13 +109,20 @@ def stop_cell(*_: object) -> None:
         raise KeyboardInterrupt if found is None else CollectiveError(found)
 
 
-def gpu_is_lost() -> bool:
+def gpu_is_lost(limit_s: float = 2.0) -> bool:
     """Whether an error, such as a device-side assert, has ended the CUDA context, and all calls fail."""
-    errors = 0
-    for _ in range(2):  # reporting an error clears it, unless the context is lost
-        try:
-            if torch.cuda.is_initialized():
-                torch.cuda.current_stream().query()
-        except RuntimeError:  # noqa: PERF203
-            errors += 1
-    return errors == 2
+    if not torch.cuda.is_initialized():
+        return False
+    # Asked twice, because reporting an error clears it, unless the context is lost.
+    return not _gpu_answers(limit_s) and not _gpu_answers(limit_s)
+
+
+def _gpu_answers(limit_s: float) -> bool:
+    """Wait for the GPU, but no longer than this, as a kernel may be stuck; false if it reports an error."""
+    end = time.monotonic() + limit_s
+    try:
+        while not torch.cuda.current_stream().query() and time.monotonic() < end:
+            time.sleep(0.001)
+    except RuntimeError:
+        return False
+    return True
