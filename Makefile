@@ -39,8 +39,8 @@ lint: setup
 	@$(VENV_PYTHON) -m ruff format --check .
 	@$(VENV_PYTHON) -m pyright --pythonpath $(VENV_PYTHON)
 
-# All but gpu.py, which records on a GPU when it is called by name; machine.py is what they share.
-BENCHMARKS = $(filter-out %/__init__.py %/machine.py %/gpu.py,$(wildcard benchmarks/*.py))
+# All but gpu.py and its parts, which record on a GPU when gpu.py is called by name; machine.py is what they share.
+BENCHMARKS = $(filter-out %/__init__.py %/machine.py $(wildcard benchmarks/gpu*.py),$(wildcard benchmarks/*.py))
 bench: setup
 	@status=0; \
 	for script in $(BENCHMARKS); do echo "== $$script"; $(VENV_PYTHON) "$$script" || status=1; done; \

@@ -39,7 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def one_way(way: dict[str, Any], device: torch.device, ranks: int = 1, batch: int = 4) -> Result:
-    """Train a Llama of 0.9 billion parameters, `batch` x 2048 tokens a rank and step."""
+    """Train a Llama of 0.95 billion parameters, `batch` x 2048 tokens a rank and step."""
     cuda = device.type == "cuda"
     config, shape = (JOB, (batch, 2048)) if cuda else (TINY, (2, 16))
     with one_rank(device, ranks):

@@ -11,6 +11,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from benchmarks import gpu
+from benchmarks.machine import RECORDED
+from fsdp_utils import answers
 
 
 def test_a_dry_run_records_every_part(tmp_path: Path) -> None:
@@ -23,6 +25,23 @@ def test_a_dry_run_records_every_part(tmp_path: Path) -> None:
     assert list(planner["results"]["errors"]) == ["step time"]  # a CPU's allocator keeps no peaks
     assert smoke["dry_run"]
     assert planner["dry_run"]
+
+
+def test_the_answers_quote_what_was_recorded() -> None:
+    recording = json.loads((RECORDED / "costs.json").read_text(encoding="utf-8"))
+    rows = {row["setting"]: row for row in recording["results"]["rows"]}
+    alone, pinned, paged = (
+        rows[way]["step_s"]
+        for way in ("as it is", "parameters to the CPU", "parameters to the CPU, not pinned")
+    )
+    offloaded = rows["activations to the CPU"]["step_s"]
+    told = " ".join(str(question) for question in answers.table()["questions"])
+    for quoted in (
+        f"took {pinned / alone:.1f} times as long, and {paged / alone:.0f} times with `pin_memory=False`",
+        f"{alone:.3f} s, {pinned:.3f} s and {paged:.2f} s",
+        f"a step took {offloaded / alone:.1f} times as long on an H200",
+    ):
+        assert quoted in told
 
 
 def test_a_check_that_fails_is_named_stops_no_other_and_is_tried_again(

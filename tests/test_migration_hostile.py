@@ -3,6 +3,7 @@
 import ast
 import copy
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterator
@@ -137,6 +138,9 @@ def test_a_file_that_is_no_config_is_one_error(name: str, content: str, said: st
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")  # to read it would wait for its other end
+    with pytest.raises(TranslationError, match=r"pipe.yaml: expected a file, found a folder or a pipe"):
+        translate(tmp_path / "pipe.yaml")
     with pytest.raises(FileNotFoundError):
         translate(tmp_path / "nowhere.yaml")
     with pytest.raises(TranslationError, match="expected a dict of settings, found list"):

@@ -43,12 +43,12 @@ MOST_LINES = {
     "collectives": 1937,  # 1980
     "distributed": 990,  # 880
     "integrations": 402,  # 275
-    "migration": 711,  # 660
+    "migration": 713,  # 660
     "planner": 1704,  # 1760
     "pretrained": 505,  # 495
     "sharding": 1108,  # 770
     "train": 1087,
-    "all together": 17_891,  # 15,000
+    "all together": 17_893,  # 15,000
 }
 # Modules inside rooms that lessons and users import by name too.
 BY_NAME = (

@@ -56,6 +56,8 @@ def _at(section: Any, path: list[str]) -> Any:
 def _content(path: Path) -> Any:
     if path.suffix not in (".json", ".yaml", ".yml"):
         raise TranslationError(f"{path}: expected a file .json, .yaml or .yml, found {path.suffix!r}")
+    if path.exists() and not path.is_file():  # to open a pipe would wait for its other end
+        raise TranslationError(f"{path}: expected a file, found a folder or a pipe")
     kind = "JSON" if path.suffix == ".json" else "YAML"
     try:
         text = path.read_text(encoding="utf-8")
