@@ -365,7 +365,8 @@ def record(part: Callable[..., Any], device: torch.device, out: Path) -> list[st
             done[name] = {"setting": name, "took_s": time.perf_counter() - begin, **result}
         rows.append(done[name])
         held: Result = {"dry_run": device.type == "cpu", "results": {"rows": rows, "errors": errors(rows)}}
-        keep(part.__name__, part.__doc__, group="one rank", folder=out, **held)
+        group = "four ranks that share the GPU, gloo" if part is scripts else "one rank"
+        keep(part.__name__, part.__doc__, group=group, folder=out, **held)
     print("\n" + table([part.__name__, ""], [[row["setting"], row.get("error", "recorded")] for row in rows]))
     return [f"{row['setting']}: {row['error']}" for row in rows if "error" in row]
 
