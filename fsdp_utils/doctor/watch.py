@@ -284,9 +284,8 @@ class Watch:
         idle = ((name, all(p.requires_grad and p.grad is None for p in some)) for name, some in self._blocks)
         self._step["idle"] = [name for name, is_idle in idle if is_idle]
         held = {p: local(p.grad) for one in self._optimizers for p in _params(one) if p.grad is not None}
-        if not bool(
-            get_total_norm(held.values()).isfinite()
-        ):  # one pass; the largest element takes much longer
+        norm = get_total_norm(held.values())  # one pass; the largest element takes much longer
+        if not bool(norm.isfinite()):
             bad = {p for p, grad in held.items() if not bool(grad.isfinite().all())}
             self._step["bad"] = [*dict.fromkeys(unit for unit, one in self._sums if not one.isfinite())]
             self._step["bad_after"] = [
