@@ -1,5 +1,6 @@
 """The built book: each page is whole, fetches nothing from elsewhere, and runs in a browser without error."""
 
+import json
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 import fsdp_utils
 from book.first_figure import RANKS, WRAPPINGS, gathered, on_a_gpu, record
-from tools.build_book import BUILD, CHROMIUM, LARGEST_BYTES, ROOT
+from tools.build_book import AXE, BUILD, CHROMIUM, LARGEST_BYTES, ROOT
 
 HTML = BUILD / "html"
 
@@ -35,6 +36,7 @@ def in_chromium(page: str, folder: Path) -> tuple[str, str]:
         "--enable-logging=stderr",
         "--virtual-time-budget=5000",
     ]
+    command += ["--allow-file-access-from-files"]  # the test with axe looks into a frame
     command += ["--dump-dom", f"file://{HTML}/{page}"]
     environment = {**os.environ, "LANG": "C.UTF-8"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
@@ -77,6 +79,37 @@ def test_a_page_runs_without_an_error_and_asks_nobody(name: str, tmp_path: Path)
     page, said = in_chromium(name, tmp_path)
     assert said == ""
     assert all('data-ready="yes"' in sliders for sliders in re.findall(r"<div data-sliders=.*?>", page))
+
+
+FRAMED = """<iframe src="{page}" style="width: {width}px; height: 900px"></iframe><pre id="said"></pre><script>
+onload = async () => {{
+  const frame = document.querySelector("iframe").contentWindow, root = frame.document.documentElement;
+  root.dataset.theme = root.dataset.mode = "{theme}";
+  const axe = frame.document.createElement("script");
+  axe.src = "{axe}";
+  await new Promise(loaded => {{ axe.onload = loaded; root.append(axe); }});
+  const {{ violations, passes }} = await frame.axe.run({{ runOnly: ["wcag2a", "wcag2aa"] }});
+  const wider = root.scrollWidth - root.clientWidth, found = violations.map(({{ id, nodes }}) => [id, nodes[0].html]);
+  document.getElementById("said").textContent = JSON.stringify({{ wider, found, passes: passes.length }});
+}}</script>"""
+
+
+@pytest.mark.skipif(not AXE.exists(), reason="there was no npm to fetch axe-core with")
+@pytest.mark.parametrize(("width", "theme"), [(390, "light"), (390, "dark"), (1400, "light"), (1400, "dark")])
+@pytest.mark.parametrize("name", ["index", "README", "cheat_sheet", "notebooks/17_fine_tune_three_ways"])
+def test_a_page_can_be_read_on_a_telephone_in_the_dark_and_by_a_reader_of_screens(
+    name: str, width: int, theme: str, tmp_path: Path
+) -> None:
+    framed = HTML / f"framed_{name.replace('/', '_')}_{width}_{theme}.html"
+    framed.write_text(FRAMED.format(page=f"{name}.html", width=width, theme=theme, axe=AXE.as_uri()))
+    try:
+        page, _ = in_chromium(framed.name, tmp_path)
+    finally:
+        framed.unlink()
+    said = re.search(r"<pre id=\"said\">(.*?)</pre>", page, re.DOTALL)
+    assert said
+    assert (checked := json.loads(unescape(said[1] or "{}")))["passes"] > 10
+    assert (checked["wider"], checked["found"]) == (0, [])
 
 
 def test_search_finds_reduce_scatter(tmp_path: Path) -> None:

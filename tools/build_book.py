@@ -22,6 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "book" / "_build"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LARGEST_BYTES = 40 * 2**20
+AXE = (
+    BUILD / "node_modules" / "axe-core" / "axe.min.js"
+)  # checks contrast and structure by WCAG, in tests/test_book.py
 
 
 def jupyter_anchor(title: str) -> str:
@@ -59,6 +62,13 @@ def print_page(page: Path, pdf: Path) -> None:
         subprocess.run([str(CHROMIUM), *options, *files], check=True, capture_output=True, timeout=120)
 
 
+def fetch_axe() -> None:
+    """Fetch axe-core where there is npm; without it, or offline, the test that needs it is skipped."""
+    if npm := shutil.which("npm"):
+        command = [npm, "install", "--silent", "--ignore-scripts", "--prefix", str(BUILD), "axe-core@4.14.1"]
+        subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False, timeout=120)
+
+
 def main() -> int:
     sources, html = BUILD / "sources", BUILD / "html"
     shutil.rmtree(BUILD, ignore_errors=True)
@@ -73,6 +83,7 @@ def main() -> int:
         return status
     if CHROMIUM:
         print_page(html / "cheat_sheet.html", html / "cheat_sheet.pdf")
+        fetch_axe()
     size = sum(path.stat().st_size for path in html.rglob("*") if path.is_file())
     print(f"{html / 'index.html'}: {len([*html.rglob('*.html')])} pages, {size / 2**20:.0f} MiB")
     if size > LARGEST_BYTES:
