@@ -81,7 +81,8 @@ def test_a_page_runs_without_an_error_and_asks_nobody(name: str, tmp_path: Path)
     assert all('data-ready="yes"' in sliders for sliders in re.findall(r"<div data-sliders=.*?>", page))
 
 
-FRAMED = """<iframe src="{page}" style="width: {width}px; height: 900px"></iframe><pre id="said"></pre><script>
+FRAMED = """<iframe src="{page}" style="width: {width}px; height: 900px"></iframe><pre id="said"></pre>
+<script>
 onload = async () => {{
   const frame = document.querySelector("iframe").contentWindow, root = frame.document.documentElement;
   root.dataset.theme = root.dataset.mode = "{theme}";
@@ -89,7 +90,8 @@ onload = async () => {{
   axe.src = "{axe}";
   await new Promise(loaded => {{ axe.onload = loaded; root.append(axe); }});
   const {{ violations, passes }} = await frame.axe.run({{ runOnly: ["wcag2a", "wcag2aa"] }});
-  const wider = root.scrollWidth - root.clientWidth, found = violations.map(({{ id, nodes }}) => [id, nodes[0].html]);
+  const wider = root.scrollWidth - root.clientWidth;
+  const found = violations.map(({{ id, nodes }}) => [id, nodes[0].html]);
   document.getElementById("said").textContent = JSON.stringify({{ wider, found, passes: passes.length }});
 }}</script>"""
 
