@@ -42,8 +42,10 @@ def copy_sources(sources: Path) -> None:
     for pattern in ("*.md", "*.txt", "*.yml", "LICENSE", "Makefile"):
         for path in ROOT.glob(pattern):
             shutil.copy(path, sources)
-    for page in sources.glob("*.md"):  # the book's own pages stand beside these
-        page.write_text(page.read_text(encoding="utf-8").replace("](book/", "]("), encoding="utf-8")
+    own = {path.name for path in (ROOT / "book").glob("*.md")}
+    for page in sources.glob("*.md"):  # the book's own pages stand beside the others here
+        link = "](../" if page.name in own else "](book/"
+        page.write_text(page.read_text(encoding="utf-8").replace(link, "]("), encoding="utf-8")
 
 
 def write_help(folder: Path) -> None:
