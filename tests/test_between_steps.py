@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import AveragedModel
@@ -184,7 +184,7 @@ def generated() -> list[tuple[int, int]]:
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=0)).eval()
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=0)).eval()
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -196,7 +196,6 @@ def generated() -> list[tuple[int, int]]:
     model.register_forward_hook(lambda *_: calls.append(1))
     found = []
     for more in ({}, {"synced_gpus": False}):
-        assert isinstance(model, FSDPModule)
         model.set_reshard_after_forward(not more)
         calls.clear()
         tokens = model.generate(prompt, **options, eos_token_id=int(end), **more)

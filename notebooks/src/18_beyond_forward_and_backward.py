@@ -467,9 +467,8 @@ def generate_together(model, ids, most):
 # ## EMA and edits: on the shards
 #
 # `copy.deepcopy(model)` raises, and so does `torch.optim.swa_utils.AveragedModel`, which calls it. You need
-# neither: an exponential moving average (EMA) is element-wise, so each rank averages its own shards. The
-# script's `update_average`, called after each `optimizer.step()`, is all of it. A test holds that it gives the
-# average of one process.
+# neither: an exponential moving average (EMA) is element-wise, so each rank averages its own shards. Call the
+# script's `update_average` after each `optimizer.step()`: a test holds that this is the average of one process.
 #
 # The average costs each rank one more copy of its shards. Keep it in float32. Under a `MixedPrecisionPolicy`
 # the shards are float32 already; for a model that is bf16 itself, write `p.detach().float().clone()` and
@@ -708,10 +707,10 @@ assert [isinstance(p, DTensor) for p in unsharded.parameters()].count(False) == 
 
 # %%
 # %%ranks
-def one_by_one(model, gather=lambda p: p.full_tensor()):
+def one_by_one(model, gather=lambda p: p.full_tensor(), send=lambda name, full: None):
     for name, p in model.state_dict().items():
         full = gather(p)
-        ...                                                     # rank 0 sends `full` here, under this name
+        send(name, full)                                        # on rank 0, to the engine
         del full                                                # else it lives until the next is gathered
 
 
@@ -721,7 +720,8 @@ ways_to_send = {
     "one by one, cast to bf16 first": shares(partial(one_by_one, gather=lambda p: p.bfloat16().full_tensor())),
 }
 every, each, cast = ways_to_send.values()
-assert every[1] >= 100 > 40 > each[1] and abs(2 * cast[0] - each[0]) < 3
+assert every[1] >= 100 > 40 > each[1]
+assert abs(2 * cast[0] - each[0]) < 3
 Table(["", "gathered, % of the model", "full at once, %"], [[name, *found] for name, found in ways_to_send.items()])
 
 # %% [markdown]
