@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Nearly all ranks of the tests import these: their server does it once.
 PRELOAD += ["pytest", "tests.sharded", "tests.checkpoints"]
 # Ranks of these files import transformers, a second or more on each.
-WITH_TRANSFORMERS = {"test_series", "test_shard_placements", "test_transformer_blocks"}
+WITH_TRANSFORMERS = {"test_between_steps", "test_series", "test_shard_placements", "test_transformer_blocks"}
 
 # Files of few tests that take long and mostly wait, for hosts and schedulers.
 WAITING = ("test_train_launched",)

@@ -141,7 +141,8 @@ lesson.card(
 # | `apply_activation_checkpointing` after FSDP | `checkpoint_wrapper` before `fully_shard` ([lesson 2](02_activation_checkpointing.ipynb)) |
 # | `state_dict_type`, `FullStateDictConfig` | `get_model_state_dict` with `StateDictOptions` ([lesson 3](03_full_state_dict.ipynb)) |
 # | `optim_state_dict`, `…_to_load` | `get_optimizer_state_dict`, `set_optimizer_state_dict` |
-# | `summon_full_params` | `parameter.full_tensor()`: a copy, changes to it are lost |
+# | `summon_full_params` | `parameter.full_tensor()`: a copy, changes to it are lost; edit the shards ([lesson 18](18_beyond_forward_and_backward.ipynb)) |
+# | `summon_full_params(model, recurse=False, writeback=False)` around a method other than `forward` (it works under `no_grad`, though PyTorch's documentation excludes a forward there) | `register_fsdp_forward_method(model, "generate")` |
 # | `ShardedGradScaler`; `isinstance(m, FSDP)` | `torch.amp.GradScaler`; `isinstance(m, FSDPModule)` |
 #
 # ## Where they are not the same: the list

@@ -3,36 +3,52 @@
 #
 # What may you do with a sharded model between its training steps: generate, average, edit, send its weights
 # away? **Compute through `model(...)` or a registered method, equally often on all ranks. Average and edit
-# the shards in place, after `model.reshard()`. Send `full_tensor()` of one parameter after the other.**
+# the shards in place, after `model.reshard()`. Send weights to another process by gathering one parameter at
+# a time with `full_tensor()`.**
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
 
 AFTER = ["a training step", "model(x) under no_grad", "model.reshard()"]
-fig, (axes,) = plots.figure(width=7.5, height=2.0)
-for column, moment in enumerate(AFTER):
-    for row in range(3):
-        full = row == 0 and column == 1
+fig, (axes,) = plots.figure(width=8.0, height=2.4)
+for column in range(3):
+    for row, color in enumerate(plots.RANK_COLORS[:3]):
         axes.barh(row, 0.9, left=column, height=0.66, color=plots.FAINT)
-        axes.barh(row, 0.9 if full else 0.225, left=column, height=0.66, color=plots.RANK_COLORS[row])
+        axes.barh(row, 0.225, left=column, height=0.66, color=color)
+axes.barh(-0.19, 0.9, left=1, height=0.28, color="#80b8d8")
+for y, text in (-0.19, "full copy: forward reads it"), (0.16, "shard: optimizer writes it"):
+    axes.text(1.25, y, text, va="center", fontsize=8)
 axes.set_yticks(range(3), ["root", "block 0", "block 1"])
 axes.set_xticks([column + 0.45 for column in range(3)], [f"after {moment}" for moment in AFTER])
 axes.set(ylim=(2.6, -0.6))
 axes.tick_params(length=0)
 axes.spines[:].set_visible(False)
-plots.show(fig, alt="What a rank holds of three units: after an evaluation all of the root, else a quarter of each.")
+plots.show(fig, alt="What a rank holds of three units: a quarter of each, and after an evaluation a full copy of the root.")
 
 # %% [markdown]
 # A drawing of what one of four ranks holds of each unit. Backward ends with shards everywhere. A forward
-# pass alone leaves the *root*, the unit of `fully_shard(model)`, with full weights (the default). Until
-# `model.reshard()`, which frees the root's alone, `model.parameters()` mixes full tensors and shards.
+# pass alone leaves the *root*, the unit of `fully_shard(model)`, with full weights (the default). Until the
+# next backward, `state_dict()` or `model.reshard()` (which reshards the root only), `model.parameters()`
+# gives the root's full copies, and the blocks' shards.
+#
+# | you want to | write | all-gathers here |
+# |:--|:--|:--|
+# | generate, and the full weights fit on a GPU | `with gathered(model):` (defined below) around the loop | 3, for any number of tokens |
+# | generate, and they do not fit | `model(ids)` on all ranks, until the last one has finished | 2 for each token, and 1 |
+# | keep an EMA (an average of the weights) | `average[name].lerp_(p, 0.1)` for each parameter, after `optimizer.step()` | 0 |
+# | edit weights by hand | `model.reshard()`, then `p.mul_(0.5)` under `no_grad` | 0 |
+# | run a frozen teacher or reference model | a second model with its own `fully_shard`; under `no_grad`; then `teacher.reshard()` | 3 more in a step |
+# | send weights to vLLM (a weight sync) | `p.full_tensor()` for each `p` of `model.state_dict().values()`, on all ranks | 1 for each parameter |
+# | call a method of your own | `register_fsdp_forward_method(model, "logp")`, once | as for `model(...)` |
+#
+# "Here": three units, the root and two blocks.
 
 # %% tags=["card"]
 lesson.card(
     18,
     learn="generate, average, edit and send away the weights of a sharded model, and run two models side by side",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 30, 27),
+    minutes=(1, 22, 23),
 )
 
 # %% [markdown]
@@ -62,8 +78,7 @@ lesson.card(
 # for part in [*blocks, model]:                                # the root takes embedding and head
 #     fully_shard(part, mesh=mesh)
 # average = {name: p.detach().clone() for name, p in model.named_parameters()}    # shards, too
-# torch.manual_seed(1 + dist.get_rank())                       # other samples on each rank
-# ids = torch.randint(32, (1, 8))
+# ids = (torch.arange(8)[None] + dist.get_rank()) % 32         # other samples on each rank
 #
 #
 # @torch.no_grad()
@@ -73,8 +88,7 @@ lesson.card(
 #
 #
 # @torch.no_grad()
-# def generate():
-#     tokens = ids
+# def generate(tokens=ids):
 #     for _ in range(10):
 #         tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
 #     model.reshard()                                          # the root
@@ -103,22 +117,30 @@ lesson.card(
 # 10 tokens, weights kept     3 all-gathers
 # ```
 #
-# The average gathers nothing, because each rank averages its own shards. Ten tokens cost four times the
-# gathers of a training step, or three in all if the weights are kept (here the blocks then stay full: a
-# context below shards them again). The rest of this lesson explains these lines and shows where such uses go
-# wrong, some without an error. It is about FSDP2; a folded cell has FSDP1's way.
+# - **5:** a training step gathers the root once, and each block twice, before its forward and before its
+#   backward: 1 + 2 + 2.
+# - **0:** each rank averages its own shards.
+# - **21:** each of ten tokens gathers both blocks again, and the root stays full: 1 + 10 x 2. With 32 blocks,
+#   ten tokens gather as often as five training steps: 1 + 10 x 32 against 1 + 2 x 32.
+# - **4:** `full_tensor()` gathers each of the four parameters by itself.
+# - **3:** with the weights kept, each unit is gathered once. The blocks then stay full, until the context
+#   `gathered` below reshards them.
+#
+# The rest of this lesson shows where such uses go wrong, some without an error. It is about FSDP2; for FSDP1
+# see [lesson 13](13_from_fsdp1_to_fsdp2.ipynb).
 #
 # ## Which calls gather
 #
 # Each unit has hooks that run when it is *called*: they gather its weights before `forward` and, in a block,
-# free them after it. A method of your own has none. `register_fsdp_forward_method(model, "logp")` puts the
-# root's hooks around that method. The table counts a call and its backward, for a new model in each row.
+# free them after it. A method of your own has none. It needs them if it uses submodules itself, as `logp` does
+# below, instead of calling `self(...)`: `register_fsdp_forward_method(model, "logp")` puts the root's hooks
+# around it. `way_in` (folded) makes a call and a backward pass on a new model and counts the all-gathers of
+# both, and the units that are full after the call (after `model(ids)` the root alone, as in the drawing).
 
 # %%
-from fsdp_utils.lessons.tables import Table
 from fsdp_utils.notebook import ranks
 
-ranks.start(preload=["transformers.models.llama.modeling_llama"])   # slow to import
+ranks.start()
 
 # %%
 # %%ranks
@@ -126,7 +148,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 rank, world = dist.get_rank(), dist.get_world_size()
 device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -155,9 +176,8 @@ class Model(nn.Module):
 
 
 def shard(model):
-    for module in model.modules():
-        if isinstance(module, Block):
-            fully_shard(module)
+    for block in model.blocks:
+        fully_shard(block)
     return fully_shard(model)
 
 
@@ -166,23 +186,19 @@ def build(blocks=2):
     return shard(Model(blocks).to(device))
 
 
-def stack():                                                    # its root has no parameters of its own
-    torch.manual_seed(0)
-    return shard(nn.Sequential(Block(), Block()).to(device))
-
-
 ids = (torch.arange(4, device=device) + 4 * rank)[None] % 16    # i64[1, 4], other tokens on each rank
-x = torch.ones(1, 4, 16, device=device)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
+from torch.distributed.tensor import DTensor
+
 from fsdp_utils import record_collectives
+from fsdp_utils.lessons.tables import Table
 
 
 def full_units(model):
     """Return the number of units whose full weights are in memory."""
-    parts = [module for module in model.modules() if isinstance(module, Block | Model)]
-    one_of_each = [part.up.weight if isinstance(part, Block) else part.embed.weight for part in parts]
+    one_of_each = [model.embed.weight, *(block.up.weight for block in model.blocks)]
     return sum(not isinstance(p, DTensor) for p in one_of_each)
 
 
@@ -203,9 +219,9 @@ def way_in(model, call):
     try:
         forward = gathers(model, lambda: output.append(call(model)))
         full = full_units(model)
-        return ["no error", forward + gathers(model, output[0].square().mean().backward), full]
+        return ["no error", str(forward + gathers(model, output[0].square().mean().backward)), str(full)]
     except RuntimeError as error:
-        return [str(error).partition(",")[0].partition("got ")[2], "", ""]
+        return [str(error).partition(",")[0].partition(" ")[2], "", ""]
 
 
 # %%
@@ -217,37 +233,24 @@ ways = {
     "model.logp(ids)": way_in(build(), lambda model: model.logp(ids)),
     "model.logp(ids), registered": way_in(registered, lambda model: model.logp(ids)),
     "model.forward(ids)": way_in(build(), lambda model: model.forward(ids)),
-    "stack(x): the root has no parameters": way_in(stack(), lambda model: model(x)),
-    "stack.forward(x)": way_in(stack(), lambda model: model.forward(x)),
 }
-
-# %%
-ways = ranks.get("ways")[0]
-assert ways["model(ids)"] == ways["model.logp(ids), registered"] == ["no error", 5, 1]
-assert ways["model.logp(ids)"] == ways["model.forward(ids)"] == ["mixed torch.Tensor and DTensor", "", ""]
-assert ways["stack(x): the root has no parameters"] == ["no error", 4, 0]
-assert ways["stack.forward(x)"] == ["no error", 2, 2]
-Table(
-    ["", "what happens", "all-gathers", "units full after forward"],
-    [[name, *map(str, found)] for name, found in ways.items()],
-)
+assert ways["model(ids)"] == ways["model.logp(ids), registered"] == ["no error", "5", "1"]
+assert ways["model.logp(ids)"] == ways["model.forward(ids)"] == ["got mixed torch.Tensor and DTensor", "", ""]
+Table(["", "what happens", "all-gathers", "units full"], [[name, *found] for name, found in ways.items()])
 
 # %% [markdown]
-# Without the hooks the root's parameters are still DTensors, and the error says so. The last row is the
-# silent one: the root of `stack`, an `nn.Sequential` of blocks, has nothing to gather, so `forward` works.
-# But in a first call each block takes *itself* for the root and keeps its weights: the memory of the whole
-# model. A later `stack(x)` raises `FSDP state has already been lazily initialized`. After an evaluation, when
-# the root is full, even `model.forward(ids)` works, by luck.
+# Without the hooks the root's parameters are still shards: **DTensors**, which know the whole that they are a
+# part of. A root without parameters of its own (an `nn.Sequential` of blocks) raises nothing when you call
+# `forward`: each block takes itself for the root and keeps its full weights.
 #
 # ## Generate
 #
-# `generate` of transformers calls `self(...)` for each token, so it needs no registration. But every token
-# gathers every block again. The next cell sweeps the number of tokens. `gathered(model)` is the context to
-# take home.
+# Every token gathers every block again, unless the weights are kept. The next cell sweeps the number of tokens
+# and of blocks for both. `gathered(model)` is the context to take home.
 
 # %%
 # %%ranks
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 from fsdp_utils.lessons.meter import Meter
@@ -274,91 +277,56 @@ def generate(model, ids, count):                                # i64[1, n] -> i
     return ids
 
 
-def keeping(model, ids, count):
-    with gathered(model):
-        return generate(model, ids, count)
+def measure(context, count, blocks):
+    model, weights = build(blocks), sum(p.nbytes for p in Model(blocks).parameters())
+    with context(model), Meter() as meter:                      # follows gathers, and full weights in memory
+        generate(model, ids, count)
+    return meter.all_gathers, round(100 * meter.peak_whole_bytes / weights)
 
 
-counts, sweep, peak = [1, 2, 4, 8, 16], {}, {}
-for name, use in {"default": generate, "weights kept": keeping}.items():
-    sweep[name] = [gathers(build(), partial(use, build(), ids, count)) for count in counts]
-    with Meter() as meter:
-        use(build(blocks=6), ids, 1)                            # the peak of any token
-    peak[name] = 100 * meter.peak_whole_bytes / sum(p.nbytes for p in Model(blocks=6).parameters())
+sweep, tokens, sizes = {}, (1, 4, 16), (2, 8, 32)
+for name, context in {"default": nullcontext, "weights kept": gathered}.items():
+    sweep[name] = [measure(context, n, 2)[0] for n in tokens] + [measure(context, 1, n)[1] for n in sizes]
+head = ["", "all-gathers: 1 token", "4 tokens", "16 tokens", "peak, %: 2 blocks", "8 blocks", "32 blocks"]
+Table(head, [[name, *found] for name, found in sweep.items()], note="Peak: full weights, in % of the model.")
 
-# %%
-sweep, peak, counts = ranks.get("sweep")[0], ranks.get("peak")[0], ranks.get("counts")[0]
-assert sweep == {"default": [2 * n + 1 for n in counts], "weights kept": [3 for _ in counts]}
-assert 15 < peak["default"] < 30 < 99 < peak["weights kept"] < 120      # uneven shards are padded
-fig, (left, right) = plots.figure(2, width=8.5, height=2.3)
-for (name, found), color in zip(sweep.items(), plots.RANK_COLORS):
-    left.plot(counts, found, "o-", color=color, label=name)
-    right.barh(name, peak[name], color=color)
-left.set(title="all-gathers", xlabel="tokens", ylim=(0, 36))
-left.legend(loc="upper left")
-right.set(title="full weights at the peak of six blocks, %", xlim=(0, 115))
-plots.show(fig, alt="All-gathers over tokens, and full weights at the peak, for two ways to generate.")
+# %% tags=["check"]
+for sweep in ranks.get("sweep"):
+    assert sweep["default"][:3] == [2 * n + 1 for n in (1, 4, 16)]
+    assert 70 > sweep["default"][3] > 50 > 20 > sweep["default"][4] > 10 > sweep["default"][5]
+    assert sweep["weights kept"][:3] == [3, 3, 3]
+    assert all(99 < share < 120 for share in sweep["weights kept"][3:])     # uneven shards are padded
 
 # %% [markdown]
-# Kept weights need a gather per unit for any number of tokens, and room for the whole model. (`unshard()` is
-# no substitute: it gathers one unit without its children, and the next forward shards a block again.) A
-# calculation: 7 billion parameters in bf16 are 14 GB that a rank gathers **for each token**, 0.3 s at 50 GB/s
-# (a link of 400 Gbit/s). An A100 of 80 GB that holds them reads them from its memory in 0.007 s. So keep the
-# weights if they fit. If not, generate with tensor parallelism ([lesson 16](16_two_dimensions.ipynb)) or in
-# an inference engine.
+# Kept weights need one gather per unit for any number of tokens, and room for the whole model. By default the
+# root and one block are full at a time, a small share of a deep model. (`unshard()` keeps nothing: it gathers
+# one unit without its children, and the next forward shards a block again.)
 #
-# **Ranks must call the model equally often**, and sequences end at different lengths. Transformers notices
-# `fully_shard(model)` (not that of the layers alone) and sets `synced_gpus=True`: a rank that has finished
-# goes on calling until all have. The next cell takes rank 0's third token for the one that ends a sequence.
-
-# %% tags=["generate"]
-# %%ranks
-from transformers import LlamaConfig, LlamaForCausalLM
-
-torch.manual_seed(0)
-sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=0)).to(device).eval()
-for layer in llama.model.layers:
-    fully_shard(layer)
-fully_shard(llama)
-prompt = (torch.arange(1, 5, device=device) + rank)[None]
-options = {"max_new_tokens": 10, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
-end = llama.generate(prompt, **options, eos_token_id=None)[0, 6].clone()
-dist.broadcast(end, src=0)
-calls = []
-llama.register_forward_hook(lambda *_: calls.append(1))
-
-
-def tokens_and_calls(**more):
-    calls.clear()
-    found = llama.generate(prompt, **options, eos_token_id=int(end), **more)
-    return [found.shape[1] - prompt.shape[1], len(calls)]
-
-
-synced = tokens_and_calls()
-with gathered(llama):
-    alone = tokens_and_calls(synced_gpus=False)
-
-# %%
-synced, alone = ranks.get("synced"), ranks.get("alone")
-assert synced[0][0] == 3
-assert len({calls for _, calls in synced}) == 1
-assert all(calls == tokens for tokens, calls in alone)
-Table(
-    ["", "tokens", "calls, synced_gpus", "calls, weights kept"],
-    [[f"rank {r}", tokens, calls, alone[r][1]] for r, (tokens, calls) in enumerate(synced)],
-)
-
-# %% [markdown]
-# Last column: with kept weights nothing is left to gather after the first call, which every rank makes, so
-# `synced_gpus=False` is right, and each rank stops when it has finished.
+# A calculation from data sheets: 7 billion parameters in bf16 are 14 GB that a rank gathers **for each token**,
+# in 0.3 s between hosts (a 400 Gbit/s link for each GPU) or 0.03 to 0.05 s over an H100's or A100's NVLink
+# (450 and 300 GB/s). A GPU that keeps them reads them from its own memory in 0.004 to 0.007 s (3.35 and 2.0
+# TB/s). So keep the weights if they fit beside the shards. If not, generate with tensor parallelism ([lesson
+# 16](16_two_dimensions.ipynb)) or in an inference engine.
+#
+# **Ranks must call the model equally often**, and sequences end at different lengths. `generate` of
+# transformers calls `self(...)` for each token, so it needs no registration. It notices `fully_shard(model)`
+# (not that of the layers alone) and sets `synced_gpus=True`: a rank that has finished goes on calling until
+# all have.
+#
+# ```python
+# model.generate(prompt, max_new_tokens=100)                              # synced_gpus=True by itself
+# with gathered(model):
+#     model.generate(prompt, max_new_tokens=100, synced_gpus=False)       # each rank may stop alone
+# ```
+#
+# In the second way nothing is left to gather after the first call, which every rank makes.
 #
 # ## Your turn 1 · Generate together
 #
 # Write `generate_together(model, ids, most)` for a model whose full weights do not fit. `ids` is `i64[1, n]`.
 # Append the likeliest token until you have appended a 0, the end token, or `most` tokens. Each rank starts at
-# another number. All ranks stop calling the model when the last one has finished; then all weights are
-# sharded. The model here counts down: after 7 comes 6. `generate(model, ids, 1)` appends one token.
+# another number. No rank may stop before the last one has finished; then all weights are sharded. The model
+# here counts down: after 7 comes 6. `generate(model, ids, 1)`, defined above, appends one token.
 #
 # <details><summary>Hint</summary>
 #
@@ -387,19 +355,17 @@ def countdown():
 @turn(1, {
     "tokens after the end": exactly(0, "A sequence goes on after its 0: do not append to it any more."),
     "tokens missing": exactly(0, "A sequence is cut short: append its 0, too, and go on until the last rank has finished."),
-    "calls of the model too many": exactly(0, more="The ranks call the model although all sequences have ended."),
     "units full between two tokens": at_most(1, "All weights stay full, and here they do not fit."),
     "units full at the end": exactly(0, "The root keeps its full weights after the last token: reshard it."),
 })
 def score_generate(generate_together):
-    after = missing = beyond = between = left = 0
+    after = missing = between = left = 0
     for most in (12, 4):
         model, start = countdown(), 3 + 2 * rank
         answer = partial(generate_together, model, torch.tensor([[start]], device=device), most)
         calls = []
         model.register_forward_hook(lambda module, *_, c=calls: c.append(full_units(module)))
         tokens = torch.as_tensor(answer()).flatten().tolist()
-        beyond += max(0, len(calls) - min(most, 3 + 2 * (world - 1)))
         wanted = list(range(start, -1, -1))[: most + 1]
         if tokens[: len(wanted)] != wanted[: len(tokens)]:
             raise NotYet(f"Return `ids` with the new tokens: expected {wanted}, found {tokens}.")
@@ -409,7 +375,6 @@ def score_generate(generate_together):
     return {
         "tokens after the end": after,
         "tokens missing": missing,
-        "calls of the model too many": beyond,
         "units full between two tokens": between,
         "units full at the end": left,
     }
@@ -462,9 +427,7 @@ def generate_together(model, ids, most):                        # too many token
     while most and not ended:
         ids, most = generate(model, ids, 1), most - 1
         dist.all_reduce(ended.copy_(ids.eq(0).any()), dist.ReduceOp.MIN)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    model.reshard()
     tokens = ids[0].tolist()
     return ids[:, : tokens.index(0) + 1] if 0 in tokens else ids
 
@@ -480,14 +443,6 @@ def generate_together(model, ids, most):                        # the weights ke
     with gathered(model):
         while most and ids[0, -1] != 0:
             ids, most = generate(model, ids, 1), most - 1
-    return ids
-
-# %% tags=["wrong"] turn=1 says="although all sequences have ended"
-def generate_together(model, ids, most):                        # always to the end
-    for _ in range(most):
-        longer = generate(model, ids, 1)
-        ids = longer if ids[0, -1] != 0 else ids
-    model.reshard()
     return ids
 
 # %% tags=["wrong"] turn=1 says="is cut short"
@@ -509,163 +464,72 @@ def generate_together(model, ids, most):
     return ids
 
 # %% [markdown]
-# ## Average and edit: the shards
+# ## EMA and edits: on the shards
 #
 # `copy.deepcopy(model)` raises, and so does `torch.optim.swa_utils.AveragedModel`, which calls it. You need
-# neither: an average is element-wise, so each rank averages its own shards. The next cell trains ten steps
-# with an average, on the ranks and in one process with all samples, then saves the average and loads it.
-
-# %% tags=["ema"]
-# %%ranks
-import shutil
-import tempfile
-
-from fsdp_utils import load_distributed, save_distributed
-
-
-@torch.no_grad()
-def update(average, model):
-    for name, p in model.named_parameters():
-        average[name].lerp_(p, 0.1)
-
-
-def train(model, samples):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    average = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for _ in range(10):
-        model(samples).logsumexp(-1).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        update(average, model)
-    return average
-
-
-torch.manual_seed(0)
-alone = train(Model().to(device), (torch.arange(4 * world, device=device) % 16).view(world, 4))
-average = train(model := build(), ids)
-error = max((average[name].full_tensor() - full).abs().max().item() for name, full in alone.items())
-
-folder = [tempfile.mkdtemp() if rank == 0 else None]
-dist.broadcast_object_list(folder, src=0)
-save_distributed(folder[0], model, step=10, state={"average": average})
-again = load_distributed(folder[0], model)["average"]
-loaded = all(torch.equal(again[name].to_local(), average[name].to_local()) for name in average)
-sent = kinds(model, lambda: update(average, model))
-
-# %%
-sent, error, loaded = ranks.get("sent, error, loaded")[0]
-assert loaded
-print(f"collectives of an update: {len(sent)}; equal to one process, up to rounding: {error < 1e-5}")
-
-# %% jupyter={"source_hidden": true} tags=["check"]
-# %%ranks
-import copy
-from contextlib import suppress
-
-from torch.optim.swa_utils import AveragedModel
-
-copies = []
-for copied in (copy.deepcopy, AveragedModel):
-    with suppress(AssertionError):
-        copies.append(copied(model))
-assert copies == []
-one, more = torch.tensor([1.0, 1.5], dtype=torch.bfloat16)
-assert one.lerp(more, 0.001) == 1
-assert (len(sent), error < 1e-5) == (0, True)
-
-# %% [markdown]
-# The average costs one shard per rank. Keep it in float32 (`p.detach().float().clone()`, `lerp_(p.float(),
-# …)`): in bf16, an average of 1 that moves towards 1.5 with weight 0.001 stays 1. It is saved in shards, so
-# it loads on another number of ranks ([lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb)).
+# neither: an exponential moving average (EMA) is element-wise, so each rank averages its own shards. Call the
+# script's `update_average` after each `optimizer.step()`: a test holds that this is the average of one process.
 #
-# An edit by hand is the same: in place, on shards. The next cell halves all weights in six ways, and looks at
-# the next output, and at the one after all units were sharded again.
+# The average costs each rank one more copy of its shards. Keep it in float32. Under a `MixedPrecisionPolicy`
+# the shards are float32 already; for a model that is bf16 itself, write `p.detach().float().clone()` and
+# `lerp_(p.float(), …)`: in bf16, an average of 1 that moves towards 1.5 with weight 0.001 stays 1.
+# `save_distributed(folder, model, step=step, state={"average": average})` saves it in shards, so it loads on
+# another number of ranks ([lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb)).
+#
+# An edit by hand is the same: in place, on shards. What goes wrong is an edit after an evaluation, when the
+# root has its weights twice: the optimizer holds the shards, and `model.parameters()` gives the full copies.
+# The next cell halves all weights in four ways. It looks at the next output, and at the one after
+# `model.reshard()`.
 
 # %% tags=["edits"]
 # %%ranks
-def halve(p):
-    p.mul_(0.5)
-
-
-def halve_full(p):
-    p.full_tensor().mul_(0.5)
-
-
-def distribute_half(p):
-    p.copy_(distribute_tensor(0.5 * p.full_tensor(), p.device_mesh, p.placements))
-
-
 @torch.no_grad()
-def after(edit, evaluated=False, held=False, reshard=False):
+def after(edit=lambda p: p.mul_(0.5), evaluated=False, held=False):
     model = build()
     shards = list(model.parameters())                           # as an optimizer holds them
     if evaluated:
         model(ids)
-    if reshard:
-        model.reshard()
     for p in shards if held else model.parameters():
         edit(p)
     outputs = [model(ids)]
     model.reshard()
     outputs.append(model(ids))
-    return [next((word for word, y in known.items() if torch.allclose(x, y)), "a mix") for x in outputs]
+    return [next(word for word, y in known.items() if torch.allclose(x, y)) for x in outputs]
 
 
 with torch.no_grad():
     known = {"as before": build()(ids)}
-    for p in (model := build()).parameters():
-        halve(p)
-    known["halved"] = model(ids)
+    for word, part in {"only blocks halved": lambda model: model.blocks, "halved": lambda model: model}.items():
+        for p in part(halved := build()).parameters():
+            p.mul_(0.5)
+        known[word] = halved(ids)
 edits = {
-    "p.mul_(0.5)": after(halve),
-    "p.full_tensor().mul_(0.5)": after(halve_full),
-    "p.copy_(distribute_tensor(half, p.device_mesh, p.placements))": after(distribute_half),
-    "after an evaluation: p.mul_(0.5) of model.parameters()": after(halve, evaluated=True),
-    "after an evaluation: p.mul_(0.5) of the optimizer's parameters": after(halve, evaluated=True, held=True),
-    "after an evaluation: model.reshard(), p.mul_(0.5)": after(halve, evaluated=True, reshard=True),
+    "p.mul_(0.5), on the shards": after(),
+    "p.full_tensor().mul_(0.5)": after(lambda p: p.full_tensor().mul_(0.5)),
+    "after an evaluation: the optimizer's parameters": after(evaluated=True, held=True),
+    "after an evaluation: model.parameters()": after(evaluated=True),
 }
-
-# %%
-edits = ranks.get("edits")[0]
-assert list(edits.values()) == [
-    ["halved", "halved"], ["as before", "as before"], ["halved", "halved"],
-    ["halved", "a mix"], ["a mix", "halved"], ["halved", "halved"],
-]
 Table(["the edit", "next output", "after model.reshard()"], [[name, *found] for name, found in edits.items()])
 
-# %% jupyter={"source_hidden": true} tags=["check"]
-# %%ranks
-with suppress(RuntimeError):                                    # model.forward in a first call
-    late = stack()
-    late.forward(x)
-    late(x)
-    raise AssertionError("a root after its blocks")
-tripped = build()
-tripped.forward(tripped(ids).argmax(-1))                        # by luck: the root is full
-tripped = build()
-step = torch.optim.SGD(tripped.parameters(), lr=1.0)
-tripped(ids).square().mean().backward()
-with torch.no_grad():
-    tripped(ids)                                                # an evaluation between backward and step
-    step.step()
-    old = tripped(ids)
-    tripped.reshard()
-    assert not torch.allclose(old, tripped(ids))
-safe = fully_shard(Model().to(device), reshard_after_forward=True)
-assert kinds(safe, lambda: safe(ids).mean().backward()).count("all_gather") == 2
-with torch.no_grad():
-    safe(ids)
-assert full_units(safe) == 0
+# %% tags=["check"]
+expected = "halved, halved", "as before, as before", "only blocks halved, halved", "halved, only blocks halved"
+assert tuple(map(", ".join, ranks.get("edits")[0].values())) == expected
 
 # %% [markdown]
-# `full_tensor()` is a copy, and editing a copy changes nothing: `distribute_tensor` cuts the edited copy into
-# shards again. "A mix" is the output of halved blocks and a root that is not. After an evaluation the root
-# holds its shard *and* its full weights. An edit of `model.parameters()` changes the full ones, and the next
-# reshard drops the edit. The optimizer's parameters are the shards, which the next forward does not read:
-# **the root computes with old weights, without an error**. So does an `optimizer.step()`, if an evaluation
-# came between backward and step. `state_dict()` and `load_state_dict()` reshard by themselves.
-# `fully_shard(model, reshard_after_forward=True)` spares you all this, for one more all-gather in each
-# training step and in each generated token.
+# - **`full_tensor()` is a copy**: editing it changes nothing. To write an edited copy `full` back:
+#   `p.copy_(distribute_tensor(full, p.device_mesh, p.placements))`.
+# - **The optimizer's parameters are the shards.** The next forward does not read the root's: it computes with
+#   old weights, without an error. The same happens to an `optimizer.step()` after an evaluation between
+#   backward and step: the next training forward reads the old root, and its backward reshards it.
+# - **`model.parameters()` gives the root's full copies**, and the next reshard drops the edit.
+#
+# Copying a DTensor, such as an average, into a full copy does raise: `got mixed torch.Tensor and DTensor`.
+# People meet it when they put [an EMA into a model](https://github.com/pytorch/pytorch/issues/144289) that they
+# have evaluated.
+#
+# Two ways out: call `model.reshard()` before each edit, and look the parameters up after it. Or
+# `fully_shard(model, reshard_after_forward=True)`, for one more all-gather in each training step and in each
+# generated token after the first. `state_dict()` and `load_state_dict()` reshard by themselves.
 #
 # ## Your turn 2 · Evaluate with the average
 #
@@ -676,13 +540,15 @@ assert full_units(safe) == 0
 #
 # <details><summary>Hint</summary>
 #
-# Which two moments need a `model.reshard()`? Look the parameters up after it.
+# Which two moments need a `model.reshard()`? Call `model.named_parameters()` again after each of them: while
+# the root is full, it returns plain tensors.
 #
 # </details>
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
 STALE = "The root computes with old weights: it was full when its shard changed. Reshard it before."
+FULL = "The root is full, so `model.named_parameters()` returns plain tensors: call `model.reshard()` before you look them up."
 SWAP = {"its own": "The averages do not reach the computation: copy them into the shards, in place."}
 BACK = {"the average's": "The averages are still in the model: copy its own weights back, from clones taken before."}
 
@@ -698,9 +564,15 @@ def score_swap(evaluate_with):
     model, other = build(), build()
     for number, p in enumerate(other.parameters()):
         p.mul_(0.5).add_(0.01 * number)
-    average = {name: p.clone() for name, p in other.named_parameters()}
-    before, averaged, own, found = copy.deepcopy(average), other(ids), model(ids), []
-    count = gathers(model, lambda: found.append(evaluate_with(model, average, lambda: model(ids))))
+    given = {name: p.clone() for name, p in other.named_parameters()}
+    before = {name: p.to_local().clone() for name, p in given.items()}
+    averaged, own, found = other(ids), model(ids), []
+    try:
+        count = gathers(model, lambda: found.append(evaluate_with(model, given, lambda: model(ids))))
+    except RuntimeError as raised:
+        if "got mixed" in str(raised) and full_units(model):
+            raise NotYet(FULL) from None
+        raise
     if not isinstance(found[0], torch.Tensor) or found[0].shape != own.shape:
         raise NotYet("Return what `evaluate()` returns.")
     outputs = {"its own": own, "the average's": averaged}
@@ -710,7 +582,7 @@ def score_swap(evaluate_with):
     return {
         "output with the average": "right" if during == "the average's" else during,
         "output afterwards": "right" if later == "its own" else later,
-        "averages that have changed": sum(not torch.equal(before[n].to_local(), average[n].to_local()) for n in before),
+        "averages that have changed": sum(not torch.equal(before[name], p.to_local()) for name, p in given.items()),
         "all-gathers beyond the evaluation's": count - 3,
     }
 
@@ -770,15 +642,31 @@ def evaluate_with(model, average, evaluate):                    # all tensors at
     torch._foreach_copy_(mine, own)
     return result
 
-# %% tags=["wrong"] turn=2 says="The root computes with old weights"
+# %% tags=["wrong"] turn=2 says="before you look them up"
+def evaluate_with(model, average, evaluate):                    # no reshard before
+    for name, p in model.named_parameters():
+        p.copy_(average[name])
+    return evaluate()
+
+# %% tags=["wrong"] turn=2 says="before you look them up"
 @torch.no_grad()
 def evaluate_with(model, average, evaluate):                    # no reshard after the evaluation
-    own = {name: p.clone() for name, p in model.state_dict().items()}
-    parameters = dict(model.named_parameters())
-    for name, p in parameters.items():
+    model.reshard()
+    own = {name: p.clone() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
         p.copy_(average[name])
     result = evaluate()
-    for name, p in parameters.items():
+    for name, p in model.named_parameters():
+        p.copy_(own[name])
+    return result
+
+# %% tags=["wrong"] turn=2 says="The root computes with old weights"
+def evaluate_with(model, average, evaluate):                    # the same, with shards that were looked up before
+    own = {name: p.clone() for name, p in model.state_dict().items()}
+    shards = dict(model.named_parameters())
+    model.load_state_dict(average)
+    result = evaluate()
+    for name, p in shards.items():
         p.copy_(own[name])
     return result
 
@@ -788,7 +676,6 @@ def evaluate_with(model, average, evaluate):
     return evaluate()
 
 # %% tags=["wrong"] turn=2 says="do not reach the computation"
-@torch.no_grad()
 def evaluate_with(model, average, evaluate):
     model.reshard()
     for name, p in model.named_parameters():
@@ -798,75 +685,69 @@ def evaluate_with(model, average, evaluate):
 # %% [markdown]
 # ## Send the weights away
 #
-# An inference engine wants full tensors. `full_tensor()` is an all-gather: all ranks call it, in the same
-# order. The table counts how many of the model's ten tensors come out complete.
+# An inference engine such as vLLM wants full tensors (a *weight sync*). `full_tensor()` is an all-gather: all
+# ranks call it, in the same order. `shares` (folded) measures what is gathered, and how much of the model is
+# full at once, for three ways to send.
 
-# %% tags=["send"]
+# %% jupyter={"source_hidden": true} tags=["send"]
 # %%ranks
-def one_by_one(model, take=lambda p: p.full_tensor()):
-    done = {}
-    for name, p in model.state_dict().items():
-        full = take(p)                                          # rank 0 sends it here
-        done[name] = full.shape
-        del full                                                # else it lives until the next is gathered
-    return done
-
-
-def unit_by_unit(model):
-    done = {}
-    for prefix, block in model.named_modules():
-        if isinstance(block, FSDPModule) and block is not model:
-            block.unshard()
-            done |= {f"{prefix}.{name}": p.shape for name, p in block.named_parameters()}
-            block.reshard()
-    return done
-
-
-held, sent, plain = [], {}, Model()
-for name, use in {
-    "all, then send": partial(one_by_one, take=lambda p: held.append(p.full_tensor()) or p),
-    "one by one": one_by_one,
-    "one by one, cast to bf16 first": partial(one_by_one, take=lambda p: p.to(torch.bfloat16).full_tensor()),
-    "unit by unit": unit_by_unit,
-}.items():
+def shares(use):
+    """Bytes gathered, and the most that were full at once, in % of the model."""
     peaks = []
     for _ in range(5):                                          # gloo's thread may let go of a tensor late
         with Meter() as meter:
-            done = use(build())
+            use(build())
         peaks.append(meter.peak_whole_bytes)
-        held.clear()
-    complete = sum(p.shape == done.get(key) for key, p in plain.named_parameters())
-    shares = [n / sum(p.nbytes for p in plain.parameters()) for n in (meter.gathered_bytes, min(peaks))]
-    sent[name] = [complete, *(round(100 * share) for share in shares)]
+    return [round(100 * n / sum(p.nbytes for p in Model().parameters())) for n in (meter.gathered_bytes, min(peaks))]
+
+
+for block in (unsharded := build()).blocks:                     # the submodules alone leave out the root's
+    block.unshard()
+assert [isinstance(p, DTensor) for p in unsharded.parameters()].count(False) == 8       # of ten
 
 # %%
-sent = ranks.get("sent")[0]
-assert [complete for complete, *_ in sent.values()] == [10, 10, 10, 8]
-assert sent["all, then send"][2] >= 100 > 40 > sent["one by one"][2]
-assert abs(2 * sent["one by one, cast to bf16 first"][1] - sent["one by one"][1]) < 3
-Table(["", "complete tensors", "gathered, % of the model", "full at once, %"], [[k, *v] for k, v in sent.items()])
+# %%ranks
+def one_by_one(model, gather=lambda p: p.full_tensor(), send=lambda name, full: None):
+    for name, p in model.state_dict().items():
+        full = gather(p)
+        send(name, full)                                        # on rank 0, to the engine
+        del full                                                # else it lives until the next is gathered
+
+
+ways_to_send = {
+    "all, then send": shares(lambda model: [p.full_tensor() for p in model.state_dict().values()]),
+    "one by one": shares(one_by_one),
+    "one by one, cast to bf16 first": shares(partial(one_by_one, gather=lambda p: p.bfloat16().full_tensor())),
+}
+every, each, cast = ways_to_send.values()
+assert every[1] >= 100 > 40 > each[1]
+assert abs(2 * cast[0] - each[0]) < 3
+Table(["", "gathered, % of the model", "full at once, %"], [[name, *found] for name, found in ways_to_send.items()])
 
 # %% [markdown]
-# One by one holds the largest tensor, and a cast of the shard halves the bytes. The last row forgets what
-# belongs to the root, embedding and head: `unshard` is not recursive, and a loop over inner units does not
-# see the root. This happened in [open-instruct](https://github.com/allenai/open-instruct/pull/1642). To
-# notice it, compare the engine's log-probabilities with the trainer's after the first send.
+# Gathered one by one, no more than the largest tensor is full at a time. Casting the float32 shards to bf16
+# first halves the bytes. Take the tensors from `state_dict()`, which has them all: a loop that calls
+# `unshard()` on the blocks leaves out the root's, embedding and head. In
+# [open-instruct](https://github.com/allenai/open-instruct/pull/1642) only the submodules were unsharded, and
+# the first weight sync failed. If the engine keeps old weights instead, nothing fails: compare its
+# log-probabilities with the trainer's after the first send.
 #
-# **Finish each gather before you send.** [trl hung](https://github.com/huggingface/trl/pull/6798) with more
-# than two ranks: rank 0 gathered inside the engine's transfer loop, on that loop's CUDA stream, behind
-# transfers to the engine. The other ranks ran ahead, and the two NCCL groups waited for each other. (The CPU
-# here has no streams to show it.) Gather on the default stream and synchronise, then send. Or gather all
+# **Finish each gather before you send.** [trl hung](https://github.com/huggingface/trl/pull/6798): by the
+# author's account, rank 0 gathered inside vLLM's transfer loop, behind transfers to the engine on the same CUDA
+# streams. The other ranks ran ahead, and the two NCCL groups waited for each other. ([Another
+# report](https://github.com/huggingface/trl/issues/7103) has it with any number of ranks above one. The CPU
+# here has no streams to show it.) Gather on the default stream and synchronise, then send; or gather all
 # first, if there is room ([a proposed change](https://github.com/huggingface/trl/pull/7131)).
 #
 # ## Two models, two forwards
 #
-# The next cell counts what a step sends: with two forwards before one backward (as for DPO), with a frozen
-# teacher, and in the generator's step of a GAN, whose discriminator is `judge`.
+# The next cell counts, by `kinds` (folded above), what a step sends: with two forwards before one backward (DPO,
+# unless chosen and rejected samples are concatenated), and with a frozen teacher or reference model.
 
 # %% tags=["pairs"]
 # %%ranks
-student, teacher, maker, judge = build(), build().requires_grad_(False), stack(), stack()
-other = (ids + 1) % 16
+student, teacher = build(), build().requires_grad_(False)
+rejected = (ids + 1) % 16
 
 
 def distil():
@@ -878,163 +759,42 @@ def distil():
 
 steps = {
     "one forward": lambda: student(ids).mean().backward(),
-    "two forwards": lambda: (student(ids) - student(other)).mean().backward(),
-    "one forward of both batches": lambda: student(torch.cat([ids, other])).mean().backward(),
+    "two forwards": lambda: (student(ids) - student(rejected)).mean().backward(),
+    "one forward of both batches": lambda: student(torch.cat([ids, rejected])).mean().backward(),
     "with a frozen teacher": distil,
-    "generator's step": lambda: judge(maker(x)).mean().backward(),
-    "generator's step, judge frozen": lambda: judge.requires_grad_(False)(maker(x)).mean().backward(),
 }
 pairs = {name: kinds(student, step) for name, step in steps.items()}
-pairs = {name: [sent.count("all_gather"), sent.count("reduce_scatter")] for name, sent in pairs.items()}
-assert full_units(teacher) == 0
-
-# %%
-pairs = ranks.get("pairs")[0]
-assert list(pairs.values()) == [[5, 3], [9, 3], [5, 3], [8, 3], [8, 4], [8, 2]]
+pairs = {name: [made.count("all_gather"), made.count("reduce_scatter")] for name, made in pairs.items()}
+assert list(pairs.values()) == [[5, 3], [9, 3], [5, 3], [8, 3]]
 Table(["a step", "all-gathers", "reduce-scatters"], [[name, *found] for name, found in pairs.items()])
 
 # %% [markdown]
-# A second forward gathers the blocks twice more each and reduces nothing more, since autograd adds up first;
-# one forward of both batches gathers as little as one. The teacher is a model with its own `fully_shard`, not
-# a part of the student, where each checkpoint would hold it. A judge that is frozen for the
-# generator's step passes gradients on and reduces none: `judge.requires_grad_(True)` before its own step.
-#
-# ## Modules that only some ranks run
-#
-# If only some ranks run a unit, the ranks issue different collectives: they hang, or take the bytes of one
-# for another's. Here rank 0 has images in its batch, and the others have none. `outcome` (folded) compares
-# the ranks' collectives before they begin, and the gradients with those of one process.
-
-# %%
-# %%ranks
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.text, self.image, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
-
-    def forward(self, x, weight):                               # f32[batch, 8]; weight None: no images
-        y = self.text(x)
-        return self.head(y if weight is None else y + weight * self.image(x))
-
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-from fsdp_utils.lessons.together import run_together
-
-
-def outcome(units, weight, unused=False):
-    """Train a step in which rank 0 has images; say where the ranks part, or how good the gradients are."""
-    samples = torch.randn(4 * world, 8, generator=torch.Generator().manual_seed(1)).to(device).chunk(world)
-    torch.manual_seed(0)
-    alone = Two().to(device)
-    for r, part in enumerate(samples):
-        (alone(part, None if r else 1).square().mean() / world).backward()
-    torch.manual_seed(0)
-    model = Two().to(device)
-    for name in units:
-        fully_shard(getattr(model, name))
-    fully_shard(model).set_reduce_scatter_unused_params(unused)
-    _, parted = run_together(lambda: model(samples[rank], weight if rank else 1).square().mean().backward() or 1)
-    if parted:
-        return "hang or mix: " + parted.partition(": ")[2].rstrip(".")
-    both = zip(model.parameters(), alone.parameters())
-    right = all(torch.allclose(p.grad.full_tensor(), q.grad, atol=1e-6) for p, q in both)
-    return f"{'right' if right else 'wrong'} gradients"
-
-
-# %%
-# %%ranks
-said = {
-    "`image` is a unit": outcome(["text", "image"], None),
-    "`image` is a unit, the others add 0 * image(x)": outcome(["text", "image"], 0),
-    "`image` is part of the root": outcome(["text"], None),
-    "the same, set_reduce_scatter_unused_params(True)": outcome(["text"], None, unused=True),
-}
-
-# %%
-said = ranks.get("said")[0]
-assert [words.partition(" ")[0] for words in said.values()] == ["hang", "right", "hang", "right"]
-Table(["", "result"], [[name, words] for name, words in said.items()])
-
-# %% [markdown]
-# A unit must be called on every rank, if only with its result times 0. For a module inside a larger unit,
-# which all ranks gather anyway, `model.set_reduce_scatter_unused_params(True)` reduces zeros for what a rank
-# did not use: FSDP2's `find_unused_parameters`. A unit that *no* rank uses in a step needs neither.
-#
-# **Buffers are not synchronised.** BatchNorm updates each rank's own with that rank's samples.
-
-# %%
-# %%ranks
-norm = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(device))
-for _ in range(5):
-    norm(torch.eye(8, device=device)[:4] + rank)
-own = norm[1].running_mean.mean().item()
-try:
-    save_distributed(folder[0], norm, step=20)
-except RuntimeError as error:
-    refused = str(error)
-for buffer in norm.buffers():                                   # before you evaluate or save
-    dist.all_reduce(buffer)
-    buffer.copy_(buffer / world)
-equal = norm[1].running_mean.mean().item()
-
-# %%
-own, equal, refused = ranks.get("own"), ranks.get("equal"), ranks.get("refused")
-assert len({f"{mean:.3f}" for mean in own}) == len(own)
-assert len({f"{mean:.3f}" for mean in equal}) == 1
-assert all("1.running_mean" in words for words in refused)
-print("running mean by rank:", *(f"{mean:.2f}" for mean in own), "· averaged:", f"{equal[0]:.2f}")
-
-# %% [markdown]
-# An evaluation would differ by rank. `dcp.save` keeps one rank's buffer, without saying whose;
-# `save_distributed` refuses. (DDP broadcasts rank 0's before a forward.) The mean of `running_var` leaves out
-# how the ranks' means differ; `nn.SyncBatchNorm`, for GPUs, normalises over all ranks.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-dist.barrier()
-if rank == 0:
-    shutil.rmtree(folder[0])
-
-# the way of 2022: FSDP1 has no registered methods; summon_full_params gathers, and writes edits back
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-torch.manual_seed(0)
-options = {"device_id": device, "use_orig_params": True}
-fsdp1 = Model().to(device)
-fsdp1.blocks = nn.Sequential(*[FSDP(block, **options) for block in fsdp1.blocks])
-fsdp1 = FSDP(fsdp1, **options)
-with torch.no_grad(), FSDP.summon_full_params(fsdp1, recurse=False, writeback=False):
-    assert gathers(fsdp1, lambda: generate(fsdp1, ids, 10)) == 20       # the blocks, for each token
-with torch.no_grad(), FSDP.summon_full_params(fsdp1, writeback=True):
-    for p in fsdp1.parameters():
-        halve(p)
-with torch.no_grad():
-    assert torch.allclose(fsdp1(ids), known["halved"])
-
-# %% [markdown]
-# The folded cell is FSDP1's way: `summon_full_params(model, writeback=True)` gathers all and writes edits
-# back; under `no_grad`, `summon_full_params(model, recurse=False, writeback=False)` also lets forward run,
-# though PyTorch's documentation excludes that.
+# A second forward gathers each block twice more, for its forward and its backward. It adds no reduce-scatter:
+# autograd sums the gradients of both forwards before FSDP reduces them. One forward of both batches gathers
+# no more than one. The teacher's forward gathers its three units once. It is a model with its own
+# `fully_shard`, not a part of the student, where each checkpoint would hold it.
 #
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | `got mixed torch.Tensor and DTensor` | a method of your own, `model.forward` or `model.embed(ids)`: no hooks ran. Or full weights beside a shard, after an evaluation | `model(...)`, `register_fsdp_forward_method`. Or `model.reshard()` |
-# | `'weight' must be 2-D` (FSDP1) | a method of the wrapped model: no hooks ran | `summon_full_params` |
+# | `got mixed torch.Tensor and DTensor` | a method of your own that does not call `self(...)`, `model.forward` or `model.embed(ids)`: no hooks ran. Or full weights beside a shard, after an evaluation | `model(...)`, `register_fsdp_forward_method`. Or `model.reshard()` |
 # | `FSDP state has already been lazily initialized` | a block was called before the model, or `model.forward` | build the model anew, and call it first |
 # | `FSDP does not support deepcopy` | `AveragedModel`, or a copy as reference model | a dictionary of shards; build the second model anew and load the first one's state dict |
-# | `'Tensor' object has no attribute 'full_tensor'` | in a `state_dict()`: a buffer, or one of `ignored_params`, not sharded. `'Parameter' object`, in `model.parameters()`: an ignored one, or the root is full | send it as it is. Or take it from `state_dict()` |
-# | generation hangs at the end | ranks stop at different lengths | agree as in turn 1, or keep the weights |
+# | `'Tensor' object has no attribute 'full_tensor'` (or `'device_mesh'`) | in a `state_dict()`: a buffer, or one of `ignored_params`, not sharded. `'Parameter' object`, in `model.parameters()`: an ignored one, or the root is full | send it as it is. Or take it from `state_dict()` |
+# | `No backend type associated with device type cpu`, in `full_tensor()` (not run here) | `CPUOffloadPolicy`: the shards are on the CPU, and the group has NCCL alone | `p.to("cuda").full_tensor()`; [Answers](answers.md#no-backend-for-device) |
+# | `Inplace update to inference tensor outside InferenceMode` | the model's first call ran under `torch.inference_mode()` | `torch.no_grad()`; or train a step first |
+# | `modified by an inplace operation`, in backward | a buffer that forward updates, and two forwards before one backward | [write to a new tensor](answers.md#changed-in-place-under-fsdp) |
+# | training hangs when only some ranks have images | a unit is called on some ranks only | call it everywhere, its result times 0; inside a larger unit, `set_reduce_scatter_unused_params(True)` ([lesson 20](20_experts.ipynb)) |
 # | memory stays high after an evaluation | full units: the root, or all with `reshard_after_forward=False` | `reshard()` on each |
 # | embedding and head do not change | edited while the root was full | `model.reshard()` before |
-# | the engine's log-probabilities are others | the root's tensors, or names with `_checkpoint_wrapped_module` | names and tensors of `state_dict()` |
+# | an evaluation differs by rank | BatchNorm's buffers are each rank's own | `all_reduce` and divide them before you evaluate or save; [Answers](answers.md#what-happens-to-batchnorms-running-statistics) |
+# | the engine's log-probabilities are others | it has old weights of the root, or names with `_checkpoint_wrapped_module` | names and tensors of `state_dict()` |
 #
 # ## The rule
 #
-# Full weights: through `model(...)` or a registered method, on all ranks alike. Everything element-wise: in
-# place on the shards, after `model.reshard()`; of every unit, if `reshard_after_forward` is False or a
-# number.
+# Full weights: through `model(...)` or a registered method, on all ranks alike, unless all weights are kept.
+# Everything element-wise: in place on the shards, after `model.reshard()`; of every unit, if
+# `reshard_after_forward` is False or a number.
 #
 # [← lesson 17](17_fine_tune_three_ways.ipynb) · [lesson 19 →](19_whole_matrix_optimizers.ipynb)
