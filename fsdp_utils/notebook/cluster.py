@@ -24,7 +24,7 @@ LESSON_BATCH = 24  # the samples of a lesson's batch; ranks need equal shares of
 TIMEOUT_S = 60.0  # the longest that a collective may wait, unless the cell says otherwise
 CALL_LIMIT_S = 90.0
 STREAMS = ("stdout", "stderr")
-# imported once by the server that the ranks are forked from; fully_shard imports DYNAMO, a second on each rank
+# imported once, by the server that the ranks are forked from; fully_shard imports DYNAMO: a second on a rank
 PRELOAD = ("fsdp_utils.notebook.engine", "torch.distributed.fsdp", DYNAMO)
 
 
