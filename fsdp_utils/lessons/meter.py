@@ -1,13 +1,15 @@
 """A meter of a training step: collectives, bytes gathered, and the peak of gathered parameters."""
 
+from collections import Counter
 from collections.abc import Iterable
+from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fsdp_utils.allocator.trace import Recorder, storages_of
+from fsdp_utils.allocator.trace import AllocationEvent, Recorder, storages_of
 from fsdp_utils.torch_internals.runtime import storage_id
 
 # The names under which FSDP1, FSDP2, plain torch.distributed calls and functional collectives (those of
@@ -47,10 +49,12 @@ class Meter(Recorder):
         self.whole_bytes: list[int] = []
         self.gather_bytes: list[int] = []
         self.tensor_bytes: list[int] = []
-        self._kinds: dict[int, str] = {}  # by storage_id: "whole" or "buffer"; others are not in it
+        self._kinds: dict[int, str] = {}  # by block: "whole" or "buffer"; others are not in it
+        self._alive: Counter[str] = Counter()  # bytes by kind; summed anew, they would take most of the step
+        self._lock = RLock()  # one of gloo's threads may free a tensor meanwhile
         for tensor in held:
             self.observe(tensor, "held")
-        self.held_bytes = self._alive("other")
+        self.held_bytes = self._alive["other"]
 
     @property
     def peak_tensor_bytes(self) -> int:
@@ -81,20 +85,27 @@ class Meter(Recorder):
             self._mark([args[0]], "buffer")
             self._mark(kwargs["out"], "whole")
         self.reduce_scatters += name in REDUCE_SCATTERS
-        self.whole_bytes.append(self._alive("whole"))
-        self.gather_bytes.append(self.whole_bytes[-1] + self._alive("buffer"))
-        self.tensor_bytes.append(self.gather_bytes[-1] + self._alive("other"))
+        with self._lock:
+            whole, buffers, other = (self._alive[kind] for kind in ("whole", "buffer", "other"))
+        self.whole_bytes.append(whole)
+        self.gather_bytes.append(whole + buffers)
+        self.tensor_bytes.append(whole + buffers + other)
         return result
 
-    def _free(self, key: int) -> None:
-        super()._free(key)
-        self._kinds.pop(key, None)  # FSDP2 refills a parameter's storage before it copies into it
+    def note(self, event: AllocationEvent) -> None:
+        super().note(event)
+        with self._lock:
+            if event.kind == "alloc":
+                self._alive["other"] += event.size
+            else:  # FSDP2 refills a parameter's storage before it copies into it: that is a new block
+                self._alive[self._kinds.pop(event.block, "other")] -= event.size
 
     def _mark(self, tensors: Iterable[Tensor], kind: str) -> None:
         for tensor in tensors:
             self.observe(tensor, kind)
-            self._kinds.update((storage_id(storage), kind) for storage in storages_of(tensor))
-
-    def _alive(self, kind: str) -> int:
-        # a list: one of gloo's threads may free a tensor meanwhile
-        return sum(e.size for key, e in list(self.allocated.items()) if self._kinds.get(key, "other") == kind)
+            for storage in storages_of(tensor):
+                with self._lock:
+                    if event := self.allocated.get(storage_id(storage)):
+                        self._alive[self._kinds.get(event.block, "other")] -= event.size
+                        self._alive[kind] += event.size
+                        self._kinds[event.block] = kind

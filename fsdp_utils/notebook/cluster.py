@@ -24,6 +24,8 @@ LESSON_BATCH = 24  # the samples of a lesson's batch; ranks need equal shares of
 TIMEOUT_S = 60.0  # the longest that a collective may wait, unless the cell says otherwise
 CALL_LIMIT_S = 90.0
 STREAMS = ("stdout", "stderr")
+# imported once, by the server that the ranks are forked from; fully_shard imports DYNAMO: a second on a rank
+PRELOAD = ("fsdp_utils.notebook.engine", "torch.distributed.fsdp", DYNAMO)
 
 
 class CallError(RuntimeError):
@@ -106,7 +108,7 @@ class Cluster:
         self._calls: dict[int, Call] = {}  # by number, those that are not answered yet
         self._number = 0
         try:
-            self._method = start_server(["fsdp_utils.notebook.engine", *_imported_here(), *preload])
+            self._method = start_server([*PRELOAD, *_imported_here(), *preload])
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="IProgress not found")
                 for name in preload:
@@ -255,7 +257,7 @@ def choose(world_size: int | None, device: str | None, gpus: int) -> tuple[int, 
 
 def _imported_here() -> list[str]:
     """Slow modules that the notebook has imported: the server imports them once for all ranks."""
-    slow = ("torch.distributed.fsdp", "torch.distributed.checkpoint", DYNAMO, "sklearn.datasets")
+    slow = ("torch.distributed.checkpoint", "sklearn.datasets")
     return [
         name
         for name in sys.modules

@@ -407,9 +407,9 @@ def build():
     return nn.Sequential(Block(), Block(), Block(), nn.Linear(64, 10)).to(device)
 
 
-def train(forward, parameters, rank=rank, world=world):
-    optimizer, losses = torch.optim.AdamW(parameters), torch.zeros(20, device=device)
-    for step in range(20):
+def train(forward, parameters, rank=rank, world=world, steps=20):
+    optimizer, losses = torch.optim.AdamW(parameters), torch.zeros(steps, device=device)
+    for step in range(steps):
         rows = torch.arange(24 * step, 24 * step + 24, device=device).chunk(world)[rank]
         loss = F.cross_entropy(forward(images[rows]), labels[rows])
         loss.backward()
@@ -498,11 +498,11 @@ plots.alive({"by hand": ranks.get("kept.whole_bytes")[0]}, whole_model=ranks.get
 def score_units(MyUnit):
     units = [MyUnit(layer) for layer in build()]
     shards = [unit.shard for unit in units]
-    losses, meter = train(through(units), shards), measure(through(units), shards)
+    losses, meter = train(through(units), shards, steps=5), measure(through(units), shards)
     return {
         "all-gathers in one step": meter.all_gathers,
         "full parameters at the peak, KiB": meter.peak_whole_bytes / 2**10,
-        "losses that differ from one process's": int((~((losses - alone).abs() <= 1e-3)).sum()),
+        "losses that differ from one process's": int((~((losses - alone[:5]).abs() <= 1e-3)).sum()),
         "picture": Picture(
             "alive", [{"kept": kept.whole_bytes, "yours": meter.whole_bytes}], {"whole_model": model_bytes}
         ),
@@ -679,8 +679,9 @@ def compare(name, shares, loss_of=mean, reference=mean, norm=nn.Identity):
         optimizer, first = torch.optim.AdamW(model.parameters()), None
         for _ in range(20):
             loss(model(images[rows]), labels[rows]).backward()
-            grads = [p.grad.full_tensor() if found else p.grad for p in model.parameters()]
-            first = torch.cat([g.flatten() for g in grads]) if first is None else first
+            if first is None:
+                grads = [p.grad.full_tensor() if found else p.grad for p in model.parameters()]
+                first = torch.cat([g.flatten() for g in grads])
             optimizer.step()
             optimizer.zero_grad()
         found.append((first, mean(model(images[:24]), labels[:24]).item()))

@@ -108,7 +108,7 @@ lesson.card(
 # %%
 from fsdp_utils.notebook import ranks
 
-ranks.start(preload=["torch._dynamo", "transformers.models.llama.modeling_llama"])  # slow to import
+ranks.start(preload=["transformers.models.llama.modeling_llama"])  # slow to import
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -157,10 +157,10 @@ ways = {
 
 def measure(model, vocabulary=64):
     """Return the meter of the second forward and backward pass; in its first pass FSDP sets itself up."""
-    for _ in range(2):
-        ids = torch.randint(vocabulary, (3, 30), device=device)
-        with Meter(model.parameters()) as meter:
-            model(input_ids=ids, labels=ids).loss.backward()
+    ids = torch.randint(vocabulary, (3, 30), device=device)
+    model(input_ids=ids, labels=ids).loss.backward()
+    with Meter(model.parameters()) as meter:
+        model(input_ids=ids, labels=ids).loss.backward()
     return meter
 
 

@@ -537,6 +537,9 @@ def by_policy(reduce, steps=8):
     return losses, grads
 
 
+wanted_losses, wanted = by_policy(fp32)
+
+
 @turn(2, {
     "dtype of the weights that are kept": exactly(
         "float32", "The master is no longer fp32: `.to(bf16)` changes a module itself."
@@ -548,7 +551,6 @@ def by_policy(reduce, steps=8):
 def score_backward(my_backward):
     master, autocast = build(), []
     master.register_forward_pre_hook(lambda *_: autocast.append(torch.is_autocast_enabled(device.type)))
-    wanted_losses, wanted = by_policy(fp32)
     optimizer, losses, other, factors = torch.optim.AdamW(master.parameters(), lr=1e-2), [], 0, []
     for step in range(8):
         losses.append(torch.as_tensor(my_backward(master, batch)).item())

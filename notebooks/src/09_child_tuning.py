@@ -123,7 +123,7 @@ lesson.card(
 # %%
 from fsdp_utils.notebook import ranks
 
-ranks.start(preload=["transformers.models.llama.modeling_llama", "peft"])    # slow to import
+ranks.start(preload=["transformers.models.llama.modeling_llama", "peft", "sklearn.datasets"])    # slow to import
 
 # %%
 # %%ranks

@@ -522,8 +522,8 @@ def run_steps(make, take):
         raise NotYet("Return the model from `my_model`.")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     norms = []
-    for _ in range(4):
-        with record_collectives(model) as trace:
+    for number in range(4):
+        with record_collectives(model) if number == 3 else nullcontext() as trace:
             norm = take(model, optimizer)
         if norm is None:
             raise NotYet("Return the norm of the gradients from `my_step`.")
