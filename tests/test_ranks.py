@@ -289,30 +289,25 @@ def test_every_port_is_on_the_loopback_interface(four: Notebook) -> None:
     assert addresses == {"127.0.0.1"}
 
 
-def test_before_the_start_a_cell_says_what_to_do(another: Callable[..., Notebook]) -> None:
+def test_before_the_start_a_cell_says_what_to_do_and_another_number_of_ranks_replaces_them(
+    four: Notebook, another: Callable[..., Notebook]
+) -> None:
     notebook = another()
     assert "Call ranks.start()" in notebook.run("%%ranks\n1").error
-    notebook.run("import os; os.environ['FSDP_RANKS'] = 'many'")
-    assert (
-        notebook.run("ranks.start()").error
-        == "ValueError: FSDP_RANKS should be a number of ranks, found 'many'."
-    )
+    notebook.run("import os, sys; os.environ['FSDP_RANKS'] = 'many'")
+    many = "ValueError: FSDP_RANKS should be a number of ranks, found 'many'."
+    assert notebook.run("ranks.start()").error == many
     told = notebook.run("ranks.start(2, device='cuda')").error
     assert told.startswith("ValueError: ranks.start(")
     assert "Leave device out" in told or "leave device out" in told
 
-
-def test_another_number_of_ranks_replaces_them_and_two_notebooks_never_meet(
-    four: Notebook, another: Callable[..., Notebook]
-) -> None:
-    notebook = another()
-    notebook.run("import os; os.environ['FSDP_RANKS'] = '2'")
-    before_it = notebook.run("import sys; 'sched' in sys.modules").value
+    notebook.run("os.environ['FSDP_RANKS'] = '2'")
+    before_it = notebook.run("'sched' in sys.modules").value
     assert notebook.run("ranks.start(preload=['sched'])").text.startswith("2 ranks in one")
     assert (before_it, notebook.run("'sched' in sys.modules").value) == ("False", "True")
     assert notebook.run("%%ranks\nimport sys\n'sched' in sys.modules").text == "all ranks | True\n"
     assert notebook.run(WHOLE).text == "all ranks | 2.0\n"
-    assert four.run(WHOLE).text == "all ranks | 4.0\n"
+    assert four.run(WHOLE).text == "all ranks | 4.0\n"  # two notebooks never meet
     before = ranks_of(notebook)
     assert notebook.run("ranks.start(3)").text.startswith("3 ranks in one")
     assert notebook.run(WHOLE).text == "all ranks | 3.0\n"
@@ -344,8 +339,13 @@ def test_to_a_person_a_collective_that_some_ranks_have_not_entered_is_reported_w
     assert (waited.text, waited.cleared, waited.error) == ("", True, "")
 
 
-def test_when_the_kernel_goes_no_process_stays(another: Callable[..., Notebook]) -> None:
+def test_when_a_start_is_interrupted_or_the_kernel_goes_no_process_stays(
+    another: Callable[..., Notebook],
+) -> None:
     notebook = another()
+    assert notebook.run("ranks.start(2)", interrupt_after=0.6).error.startswith("KeyboardInterrupt")
+    wait_until(lambda: not ranks_of(notebook))
+    assert notebook.run("ranks.start(2)").text.startswith("2 ranks in one")
     for end in (lambda: notebook.manager.restart_kernel(now=True), lambda: notebook.process.kill()):
         notebook.client.wait_for_ready(timeout=60)
         notebook.run("from fsdp_utils.notebook import ranks\nranks.start(2)")
@@ -354,14 +354,6 @@ def test_when_the_kernel_goes_no_process_stays(another: Callable[..., Notebook])
         assert len([process for process in processes if process.name() == "sleep"]) == 2
         end()
         assert psutil.wait_procs(processes, timeout=5)[1] == []
-
-
-def test_an_interrupted_start_leaves_no_rank(another: Callable[..., Notebook]) -> None:
-    notebook = another()
-    stopped = notebook.run("ranks.start(2)", interrupt_after=0.6)
-    assert stopped.error.startswith("KeyboardInterrupt")
-    wait_until(lambda: not ranks_of(notebook))
-    assert notebook.run("ranks.start(2)").text.startswith("2 ranks in one")
 
 
 def test_in_a_script_start_names_what_to_use_instead_and_no_torch_is_loaded() -> None:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HOSTS_STEPS = 12
 HOSTS_LIMIT_S = 60.0
 ON_HOSTS = ["-m", "fsdp_utils.train", f"--steps={HOSTS_STEPS}", "--save_every=3", "--eval_every=100"]
-ON_HOSTS += ["--data.source=fsdp_utils.lessons.tasks:dates_llama", "--parallel.device=cpu", "--hang_s=30"]
+ON_HOSTS += ["--data.source=tests.tiny_training:slow", "--parallel.device=cpu", "--hang_s=30"]
 
 
 # With the store that torchrun keeps, ranks that are started again would find the addresses of the dead.
