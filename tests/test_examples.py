@@ -37,6 +37,7 @@ PACKAGE = ROOT / "fsdp_utils"
 ALONE = {
     *["CheckpointError", "GPU", "Efficiency", "PerRank", "TranslationError", "export_safetensors", "plan"],
     *["record_allocations", "run_on_ranks", "simulate_allocator", "translate", "verify_checkpoint"],
+    *["MemoryCallback", "CheckpointCallback"],  # a trainer takes seconds to import
 }
 # an example that continues another one, with its variables and its files
 GOES_ON = {

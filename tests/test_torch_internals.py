@@ -136,20 +136,6 @@ def test_no_other_file_names_a_private_name_of_torch() -> None:
     assert {path: one for path, one in found.items() if one} == {}
 
 
-@pytest.mark.parametrize(
-    ("line", "seen"),
-    [
-        ("from torch._guards import detect_fake_mode", True),
-        ("dist.distributed_c10d._world.pg_map", True),
-        ("getattr(handle, '_needs_pre_backward_unshard', False)", True),
-        ("importlib.import_module('torch.distributed._tools')", True),
-        ("from torch.utils._pytree import tree_leaves\nself._own\nos._exit(1)\nx.__dict__", False),
-    ],
-)
-def test_a_private_name_elsewhere_would_be_seen(line: str, seen: bool) -> None:
-    assert bool(uses(line, {"_own"})) is seen
-
-
 def test_every_name_is_used() -> None:
     functions = [
         node.name
