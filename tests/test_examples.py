@@ -297,7 +297,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Told]:
     by_process: dict[bool, list[str]] = {True: [], False: []}
     for name in examples().keys() - found.keys():
         by_process[name.rpartition(".")[2] in ALONE].append(name)
-    first, second = fsdp_utils.run_on_ranks(run_all, sorted(by_process[False]), folder, timeout=60)
+    first, second = fsdp_utils.run_on_ranks(run_all, sorted(by_process[False]), folder, timeout=100)
     for name, on_first in first.items():
         found[name] = Told(on_first.problem or second[name].problem, on_first.classes)
     # what two ranks have saved is loaded by one process
