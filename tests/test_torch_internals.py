@@ -112,7 +112,7 @@ ROOM = PACKAGE / "torch_internals"
 
 def test_no_other_file_names_a_private_name_of_torch() -> None:
     own = own_names()
-    found = {path.name: uses(text, own) for path, text in LIBRARY.items() if ROOM not in path.parents}
+    found = {path: uses(text, own) for path, text in LIBRARY.items() if ROOM not in path.parents}
     assert {path: one for path, one in found.items() if one} == {}
 
 
