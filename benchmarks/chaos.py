@@ -45,7 +45,7 @@ SOURCE = "fsdp_utils.lessons.tasks:dates_llama"  # what is trained, and on what
 class Fault:
     """What was done to the run, and what came of it."""
 
-    kind: str  # one of KINDS
+    kind: str  # one of KINDS, or a signal and "checkpoint cut short" together
     at_step: int  # how far the run was, by its metrics
     saved: int  # the newest whole checkpoint then
     resumed: int | None  # the step that it went on from; None where it was not interrupted
@@ -133,15 +133,15 @@ def cause(kind: str, run: Run, draw: random.Random) -> Fault:
             failed = len(run.events("failed to save"))
             run.until(lambda: len(run.events("failed to save")) > failed, LIMIT_S, "a save failed")
         return Fault(kind, at_step, saved, None, time.monotonic() - begun)
-    if kind == CUT_SHORT:
+    if CUT_SHORT in kind:
         *before, newest = run.checkpoints()
         saved = max(before, default=0)
         largest = max(run.checkpoints()[newest].iterdir(), key=lambda file: file.stat().st_size)
         os.truncate(largest, largest.stat().st_size // 2)
-    number = {"SIGTERM of all ranks": signal.SIGTERM, "SIGSTOP of a rank": signal.SIGSTOP}
+    number = next((one for one in (signal.SIGTERM, signal.SIGSTOP) if one.name in kind), signal.SIGKILL)
     pids = run.ranks()
-    for pid in pids if kind == "SIGTERM of all ranks" else [draw.choice(pids)]:
-        os.kill(pid, number.get(kind, signal.SIGKILL))
+    for pid in pids if number == signal.SIGTERM else [draw.choice(pids)]:
+        os.kill(pid, number)
     run.until(lambda: len(run.events("started")) > started, LIMIT_S, f"it went on after {kind}")
     resumed = run.events("started")[-1]["step"]
     run.until(lambda: run.step() > resumed, LIMIT_S, f"a step after {kind}")
@@ -207,7 +207,7 @@ def disturb(
             faults = []
             for kind, step in zip(kinds, when, strict=True):
 
-                def there(step: int = step, needed: int = 2 if kind == CUT_SHORT else 0) -> bool:
+                def there(step: int = step, needed: int = 2 if CUT_SHORT in kind else 0) -> bool:
                     return run.step() >= step and len(run.checkpoints()) >= needed
 
                 run.until(there, START_S + LIMIT_S, f"step {step}")

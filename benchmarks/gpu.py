@@ -264,17 +264,18 @@ def steps_under_a_limit(gib: float, expandable: bool, sizes: Sequence[int], devi
 def five_steps(batch_size: int, device: torch.device) -> Result:
     """Return each step's retries, the seconds of the faster of the last two, and the error that ended it."""
     count, took, error = [], [], None
+    width = 1024 if device.type == "cuda" else 64
 
     def retried() -> int:
         return torch.cuda.memory_stats()["num_alloc_retries"] if device.type == "cuda" else 0
 
     with one_rank(device, of=4):
-        model = encoder(device, init_device_mesh(device.type, (4,)))
+        model = encoder(device, init_device_mesh(device.type, (4,)), width)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         try:
             for _ in range(5):
                 before, begin = retried(), time.perf_counter()
-                train(model, optimizer, torch.randn(batch_size, 256, 1024, device=device), steps=1)
+                train(model, optimizer, torch.randn(batch_size, 256, width, device=device), steps=1)
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 count, took = [*count, retried() - before], [*took, time.perf_counter() - begin]
@@ -284,9 +285,9 @@ def five_steps(batch_size: int, device: torch.device) -> Result:
     return {"retries_by_step": str(count), "step_s": min(took[3:], default=None), "error": error}
 
 
-def encoder(device: torch.device, mesh: DeviceMesh) -> Any:
+def encoder(device: torch.device, mesh: DeviceMesh, width: int) -> Any:
     blocks = [
-        nn.TransformerEncoderLayer(1024, 16, 4096, dropout=0.0, batch_first=True, device=device)
+        nn.TransformerEncoderLayer(width, 16, 4 * width, dropout=0.0, batch_first=True, device=device)
         for _ in range(4)
     ]
     for block in blocks:

@@ -1,8 +1,10 @@
 """Raises each message of fsdp_utils/answers/messages.yaml on two CPU ranks, then runs the entry's cure.
 
-A function has the name of its entry, with `_` for `-`. It raises the message under `with message:` and
-returns the names that the cure's code uses. To add one, copy a short one.
+A function has the name of its entry, with `_` for `-`, and ends by raising the message. The code of the cure
+then runs with the function's local variables. A function whose message is a warning, or a line of a log,
+returns `locals()`. A message that a single call raises is a row of ONE_CALL. To add one, copy a short one.
 """
+# ruff: noqa: F841  (a variable that is not used here is one for the cure)
 
 import contextlib
 import copy
@@ -19,12 +21,15 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as sd
 import torch.distributed.tensor.parallel as tp
+import transformers
+from accelerate import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -47,51 +52,54 @@ from torch.distributed.tensor import (
 from torch.utils.checkpoint import checkpoint
 
 Names = dict[str, Any]
-PROVOKED: dict[str, tuple[Callable[..., Names], float]] = {}  # by id: the function and the group's time limit
+PROVOKED: dict[str, tuple[Callable[[], Names | None], float, bool]] = {}  # by id: see `provoked`
 FSDP = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+fsdp2_plugin = functools.partial(FullyShardedDataParallelPlugin, fsdp_version=2)
 
 
-class Message:
-    """Collects what its block raises, warns and logs, and fails where that is nothing."""
+def provoked(
+    function: Callable[[], Names | None] | None = None, *, seconds: float = 30, fresh: bool = False
+) -> Any:
+    """Enter a function into the table.
 
-    def __init__(self) -> None:
-        self.text = ""
-
-    def __enter__(self) -> None:
-        self._warned = warnings.catch_warnings(record=True)
-        self._warnings = self._warned.__enter__()
-        warnings.simplefilter("always")
-        self._log = io.StringIO()
-        self._handler = logging.StreamHandler(self._log)
-        every = [logging.getLogger(name) for name in logging.root.manager.loggerDict]
-        self._loggers = [logging.root, *(logger for logger in every if not logger.propagate)]
-        for logger in self._loggers:
-            logger.addHandler(self._handler)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> bool:
-        self._warned.__exit__(None, None, None)
-        for logger in self._loggers:
-            logger.removeHandler(self._handler)
-        self.text += self._log.getvalue() + "".join(
-            f"{one.category.__name__}: {one.message}\n" for one in self._warnings
-        )
-        if error is not None:
-            self.text += "".join(traceback.format_exception(error))
-        assert self.text, "nothing was raised, warned or logged"
-        return not isinstance(error, KeyboardInterrupt | SystemExit)
-
-
-def provoked(function: Callable[..., Names] | None = None, *, seconds: float = 30) -> Any:
-    """Enter a function into the table; `seconds` is the time limit of its process group."""
+    Args:
+        seconds: time limit of its process group.
+        fresh: run the cure in another group, as this one is spoilt.
+    """
     if function is None:
-        return functools.partial(provoked, seconds=seconds)
-    PROVOKED[function.__name__.replace("_", "-")] = function, seconds
+        return functools.partial(provoked, seconds=seconds, fresh=fresh)
+    PROVOKED[function.__name__.replace("_", "-")] = function, seconds, fresh
     return function
+
+
+def message_of(function: Callable[[], Names | None]) -> tuple[str, Names]:
+    """Return what the function raises, warns and logs, and its names by then."""
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    every = [logging.getLogger(name) for name in logging.root.manager.loggerDict]
+    loggers = [logging.root, *(logger for logger in every if not logger.propagate)]
+    for logger in loggers:
+        logger.addHandler(handler)
+    # FSDP1 also prints the stack
+    with warnings.catch_warnings(record=True) as warned, contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("always")
+        try:
+            names, raised = function() or {}, ""
+        except (Exception, dcp.CheckpointException) as error:  # the latter is a BaseException
+            (_, _), (frame, _), *_ = traceback.walk_tb(
+                error.__traceback__
+            )  # of this function, and of that one
+            names, raised = dict(frame.f_locals), "".join(traceback.format_exception(error))
+    for logger in loggers:
+        logger.removeHandler(handler)
+    text = log.getvalue() + "".join(f"{one.category.__name__}: {one.message}\n" for one in warned) + raised
+    assert text, "nothing was raised, warned or logged"
+    return text, names
 
 
 def run_one(name: str, code: str, folder: str) -> tuple[str, str]:
     """Raise a message on this rank and run its cure; return the message, and what went wrong, mostly ""."""
-    function, seconds = PROVOKED[name]
+    function, seconds, fresh = PROVOKED[name]
     rank, size = dist.get_rank(), dist.get_world_size()
 
     store = dist.FileStore(f"{folder}/{name}", size)
@@ -113,23 +121,23 @@ def run_one(name: str, code: str, folder: str) -> tuple[str, str]:
         together(f"in {label}")
 
     torch.manual_seed(0)
-    message, wrong, found = Message(), "", {}
+    text, wrong, names = "", "", {}
     group("message", seconds)
     try:
-        found = function(message)
+        text, names = message_of(function)
     except Exception:
         wrong = traceback.format_exc()
     if any(together("raised", wrong)):
-        return message.text, wrong or "the other rank failed"
-    if found.pop("fresh", False):
+        return text, wrong or "the other rank failed"
+    if fresh:
         group("cure", 30)
     try:
-        exec(compile(code, f"cure of {name}", "exec"), {**globals(), **found})
+        exec(compile(code, f"cure of {name}", "exec"), {**globals(), **names})
     except Exception:
         wrong = traceback.format_exc()
     for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_"))]:
         del os.environ[key]
-    return message.text, wrong
+    return text, wrong
 
 
 def run_all(wanted: list[tuple[str, str]]) -> dict[str, tuple[str, str]]:
@@ -186,185 +194,133 @@ tokens = torch.arange(8).reshape(2, 4)
 
 
 @provoked
-def uniform_requires_grad(message: Message) -> Names:
+def uniform_requires_grad() -> None:
     model = blocks()
     model[0].requires_grad_(False)
-    with message:
-        FSDP(model, use_orig_params=False)
-    return locals()
+    FSDP(model, use_orig_params=False)
 
 
 @provoked
-def mixed_requires_grad_in_unit(message: Message) -> Names:
+def mixed_requires_grad_in_unit() -> None:
     def make() -> nn.Module:
         model = nn.Sequential(blocks())
         model[0][0].requires_grad_(False)
         return model
 
-    with message:
-        FSDP(make(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), use_orig_params=False)
     model = make()
-    return locals()
+    FSDP(make(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), use_orig_params=False)
 
 
 @provoked
-def cannot_flatten_integer_dtype(message: Message) -> Names:
+def cannot_flatten_integer_dtype() -> None:
     model = blocks()
     model.register_parameter("packed", nn.Parameter(torch.ones(8, dtype=torch.uint8), requires_grad=False))
-    with message:
-        FSDP(model)
-    return locals()
+    FSDP(model)
 
 
 @provoked
-def uniform_dtype(message: Message) -> Names:
+def uniform_dtype() -> None:
     model = blocks()
     model[1].to(torch.bfloat16)
-    with message:
-        FSDP(model)
-    return locals()
+    FSDP(model)
 
 
 @provoked
-def weight_must_be_2d(message: Message) -> Names:
+def weight_must_be_2d() -> None:
     model = FSDP(Words(), use_orig_params=True)
     model(tokens)
-    with message:
-        model.module.embedding(tokens)
-    return locals()
+    model.module.embedding(tokens)
 
 
 @provoked
-def unscale_fp16_gradients(message: Message) -> Names:
+def unscale_fp16_gradients() -> None:
     half = sharded(blocks().half())
     scaler = torch.amp.GradScaler("cpu")
     optimizer = torch.optim.AdamW(half.parameters())
     scaler.scale(half(x.half()).float().sum()).backward()
-    with message:
-        scaler.unscale_(optimizer)
     model = blocks()
-    return locals()
+    scaler.unscale_(optimizer)
 
 
-@provoked
-def fsdp_needs_an_accelerator(message: Message) -> Names:
-    model = blocks()
-    with message:
-        FullyShardedDataParallel(model)
-    return locals()
-
-
-@provoked(seconds=2)
-def writeback_shape_changes(message: Message) -> Names:
+@provoked(seconds=2, fresh=True)
+def writeback_shape_changes() -> None:
     def grow(embedding: nn.Embedding) -> None:
         embedding.weight = nn.Parameter(torch.zeros(18, 8))
 
-    model = FSDP(Words(), use_orig_params=True)
-    grow(model.module.embedding)
-    with message:
-        model(tokens)
+    wrapped = FSDP(Words(), use_orig_params=True)
+    grow(wrapped.module.embedding)
     model = Words()
-    return {"fresh": True, **locals()}
+    wrapped(tokens)
 
 
 @provoked
-def fsdp1_clip_on_inner(message: Message) -> Names:
+def fsdp1_clip_on_inner() -> None:
     model = FSDP(nn.Sequential(FSDP(nn.Linear(8, 8)), FSDP(nn.Linear(8, 8))))
     model(x).sum().backward()
-    with message:
-        model.module[0].clip_grad_norm_(1.0)
-    return locals()
+    model.module[0].clip_grad_norm_(1.0)
 
 
 @provoked
-def fsdp1_training_state(message: Message) -> Names:
+def fsdp1_training_state() -> None:
     class Accumulating(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear = nn.Linear(8, 8)
+            self.linear, self.roots = nn.Linear(8, 8), list[Any]()
 
         def forward(self, x: Tensor) -> Tensor:
-            with roots[0].no_sync() if roots else contextlib.nullcontext():
+            with self.roots[0].no_sync() if self.roots else contextlib.nullcontext():
                 return self.linear(x)
 
-    roots: list[Any] = []
-    model = FSDP(Accumulating())
-    roots.append(model)
-    with message, contextlib.redirect_stderr(io.StringIO()):  # FSDP1 also prints the stack
-        model(x)
-    roots.clear()
-    model = FSDP(Accumulating())
-    return locals()
+    model, wrong = FSDP(Accumulating()), FSDP(Accumulating())
+    wrong.module.roots.append(wrong)
+    wrong(x)
 
 
 @provoked
-def fsdp1_no_sync_on_inner(message: Message) -> Names:
+def fsdp1_no_sync_on_inner() -> None:
     model = FSDP(nn.Sequential(FSDP(nn.Linear(8, 8)), FSDP(nn.Linear(8, 8))))
     model(x)
-    with message, model.module[0].no_sync():
+    with model.module[0].no_sync():
         pass
-    return locals()
 
 
 @provoked
-def fsdp1_already_applied(message: Message) -> Names:
-    model = nn.Sequential(FSDP(nn.Linear(8, 8)), nn.Linear(8, 8))
-    with message:
-        FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+def fsdp1_already_applied() -> None:
+    partly = nn.Sequential(FSDP(nn.Linear(8, 8)), nn.Linear(8, 8))
     model = blocks()
-    return locals()
+    FSDP(partly, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
 
 
 @provoked
-def fsdp1_sync_module_states_on_cpu(message: Message) -> Names:
-    model = blocks()
-    with message:
-        FSDP(model, sync_module_states=True)
-    return locals()
-
-
-@provoked
-def fsdp1_manual_hybrid(message: Message) -> Names:
-    with message:
-        FSDP(blocks(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    model = blocks()
-    return locals()
-
-
-@provoked
-def fsdp1_assumes_key(message: Message) -> Names:
+def fsdp1_assumes_key() -> Names:
     model = FSDP(blocks())
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         state = model.state_dict()
         del state["1.weight"]
-        with message:
-            model.load_state_dict(state, strict=False)
+        model.load_state_dict(state, strict=False)
     return locals()
 
 
 @provoked
-def fsdp1_state_dict_type_deprecated(message: Message) -> Names:
+def fsdp1_state_dict_type_deprecated() -> Names:
     model = FSDP(blocks())
-    with message, FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         model.state_dict()
-    model = FSDP(blocks())
     return locals()
 
 
 @provoked
-def no_shard_deprecated(message: Message) -> Names:
+def no_shard_deprecated() -> Names:
     model = blocks()
-    with message:
-        FSDP(copy.deepcopy(model), sharding_strategy=ShardingStrategy.NO_SHARD)
+    FSDP(copy.deepcopy(model), sharding_strategy=ShardingStrategy.NO_SHARD)
     return locals()
 
 
 @provoked
-def world_size_is_one(message: Message) -> Names:
+def world_size_is_one() -> Names:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    with message:
-        FSDP(blocks(), process_group=alone)
     model = blocks()
+    FSDP(blocks(), process_group=alone)
     return locals()
 
 
@@ -372,60 +328,22 @@ def world_size_is_one(message: Message) -> Names:
 
 
 @provoked
-def deepcopy_unsupported(message: Message) -> Names:
-    model = sharded()
-    with message:
-        copy.deepcopy(model)
-    return locals()
+def shared_with_another_group() -> None:
+    model, apart = Words(tied=True), Words(tied=True)
+    for part in (apart.embedding, apart.head, apart):
+        fully_shard(part)
+    apart(tokens)
 
 
 @provoked
-def shared_with_another_group(message: Message) -> Names:
-    model = Words(tied=True)
-    fully_shard(model.embedding)
-    fully_shard(model.head)
-    fully_shard(model)
-    with message:
-        model(tokens)
-    model = Words(tied=True)
-    return locals()
-
-
-@provoked
-def containers_without_forward(message: Message) -> Names:
-    model = Words()
-    with message:
-        fully_shard(model.blocks)
-    return locals()
-
-
-@provoked
-def mesh_of_one_or_two_dimensions(message: Message) -> Names:
+def mesh_of_one_or_two_dimensions() -> None:
     mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("pp", "replicate", "shard"))
     model = blocks()
-    with message:
-        fully_shard(blocks(), mesh=mesh)
-    return locals()
+    fully_shard(blocks(), mesh=mesh)
 
 
 @provoked
-def hsdp_mesh_without_names(message: Message) -> Names:
-    model = blocks()
-    with message:
-        fully_shard(blocks(), mesh=init_device_mesh("cpu", (1, 2)))
-    return locals()
-
-
-@provoked
-def reshard_factor(message: Message) -> Names:
-    model = blocks()
-    with message:
-        fully_shard(blocks(), reshard_after_forward=3)
-    return locals()
-
-
-@provoked
-def scalar_parameters(message: Message) -> Names:
+def scalar_parameters() -> None:
     class Scaled(nn.Module):
         def __init__(self, scale: Tensor) -> None:
             super().__init__()
@@ -435,107 +353,68 @@ def scalar_parameters(message: Message) -> Names:
             return self.linear(x) * self.scale
 
     model = Scaled(torch.tensor(1.0))
-    with message:
-        fully_shard(model)
-    return locals()
+    fully_shard(model)
 
 
 @provoked
-def non_contiguous_parameters(message: Message) -> Names:
+def non_contiguous_parameters() -> None:
     def make() -> nn.Linear:
         model = nn.Linear(8, 4)
         model.weight = nn.Parameter(torch.randn(8, 4).T)
         return model
 
-    with message:
-        fully_shard(make())
     model = make()
-    return locals()
+    fully_shard(make())
 
 
 @provoked
-def uneven_sharding_on_dim(message: Message) -> Names:
-    model = nn.Linear(7, 4)
-    with message:
-        fully_shard(model, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
-    model = nn.Linear(7, 4)
-    return locals()
-
-
-@provoked
-def uniform_original_dtype(message: Message) -> Names:
+def uniform_original_dtype() -> None:
     model = blocks()
     model[1].to(torch.bfloat16)
-    fully_shard(model)
-    with message:
-        model(x)
-    model = blocks()
-    model[1].to(torch.bfloat16)
-    return locals()
+    fully_shard(copy.deepcopy(model))(x)
 
 
 @provoked
-def still_on_meta(message: Message) -> Names:
+def still_on_meta() -> None:
     def make() -> Any:
         with torch.device("meta"):
             return sharded(blocks())
 
-    with message:
-        make()(x)
     model = make()
     weights = blocks().state_dict() if dist.get_rank() == 0 else {}
-    return locals()
+    make()(x)
 
 
 @provoked
-def root_forward_first(message: Message) -> Names:
-    model = sharded()
-    model[0](x)
-    with message:
-        model(x)
-    model = sharded()
-    return locals()
+def root_forward_first() -> None:
+    model, wrong = sharded(), sharded()
+    wrong[0](x)
+    wrong(x)
 
 
 @provoked
-def called_submodule_of_sharded(message: Message) -> Names:
+def called_submodule_of_sharded() -> None:
     model = sharded()
     model(x)
-    with message:
-        model[0].forward(x)
-    return locals()
+    model[0].forward(x)
 
 
 @provoked
-def generate_mixed(message: Message) -> Names:
-    model = fully_shard(Words())
-    with message:
-        model.generate(tokens)
-    return locals()
-
-
-@provoked
-def load_plain_into_dtensor(message: Message) -> Names:
+def load_plain_into_dtensor() -> None:
     weights = blocks().state_dict()
     model = sharded()
-    with message:
-        model.load_state_dict(weights)
-    return locals()
+    model.load_state_dict(weights)
 
 
 @provoked
-def plain_operand(message: Message) -> Names:
-    model = sharded()
-    model(x).sum().backward()
-    mask = torch.ones(8, 8)
-    with message:
-        model[0].weight.grad.mul_(mask)
-    parameter = model[0].weight
-    return locals()
+def plain_operand() -> None:
+    parameter, mask = sharded(blocks(1))[0].weight, torch.ones(8, 8)
+    parameter.grad = distribute_tensor(mask, parameter.device_mesh, parameter.placements)
+    parameter.grad.mul_(mask)
 
 
 @provoked
-def foreach_mixed(message: Message) -> Names:
+def foreach_mixed() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -544,41 +423,35 @@ def foreach_mixed(message: Message) -> Names:
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x) * self.scale
 
+    partly = Scaled()
+    fully_shard(partly.linear)
+    partly(x).sum().backward()
     model = Scaled()
-    fully_shard(model.linear)
-    model(x).sum().backward()
-    with message:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    model = Scaled()
-    return locals()
+    nn.utils.clip_grad_norm_(partly.parameters(), 1.0)
 
 
 @provoked
-def kept_unsharded_tensor(message: Message) -> Names:
+def kept_unsharded_tensor() -> None:
     model = sharded()
     model.unshard()
     model[0].unshard()
     weight = model[0].weight
     model[0].reshard()
-    with message:
-        weight.t()
-    return locals()
+    weight.t()
 
 
 @provoked
-def data_not_allocated(message: Message) -> Names:
+def data_not_allocated() -> None:
     model = sharded()
     model(x)
     model[0].unshard()
     weight = model[0].weight
     model[0].reshard()
-    with message:
-        weight.softmax(-1)
-    return locals()
+    weight.softmax(-1)
 
 
 @provoked
-def grad_dtype_after_unfreezing(message: Message) -> Names:
+def grad_dtype_after_unfreezing() -> None:
     def make(frozen: bool) -> nn.Module:
         torch.manual_seed(0)
         model = blocks()
@@ -588,120 +461,79 @@ def grad_dtype_after_unfreezing(message: Message) -> Names:
     model = make(frozen=True)
     model(x).sum().backward()
     model[0].requires_grad_(True)
-    with message:
-        model(x).sum().backward()
-    return locals()
+    model(x).sum().backward()
 
 
 @provoked
-def format_of_dtensor(message: Message) -> Names:
+def format_of_dtensor() -> None:
     model = sharded()
     model(x).sum().backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    with message:
-        print(f"norm {norm:.3f}")
-    return locals()
+    print(f"norm {norm:.3f}")
 
 
 @provoked
-def no_sync_of_fsdp2(message: Message) -> Names:
+def no_sync_of_fsdp2() -> None:
     model = sharded()
     micro_batches = [x, x]
-    with message, model.no_sync():
+    with model.no_sync():
         pass
-    return locals()
 
 
 @provoked
-def clip_grad_norm_of_fsdp2(message: Message) -> Names:
+def clip_grad_norm_of_fsdp2() -> None:
     model = sharded()
     model(x).sum().backward()
-    with message:
-        model.clip_grad_norm_(1.0)
-    return locals()
+    model.clip_grad_norm_(1.0)
 
 
 @provoked
-def summon_full_params_of_fsdp2(message: Message) -> Names:
+def summon_full_params_of_fsdp2() -> None:
     model = sharded()
-    with message, model.summon_full_params(model):
+    with model.summon_full_params(model):
         pass
-    return locals()
 
 
 @provoked
-def limit_all_gathers_of_fsdp2(message: Message) -> Names:
-    model = blocks()
-    with message:
-        fully_shard(blocks(), limit_all_gathers=True)
-    return locals()
-
-
-@provoked
-def dtypes_under_fsdp_policy(message: Message) -> Names:
+def dtypes_under_fsdp_policy() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
 
-    model = make()
-    fully_shard(model[1])
-    fully_shard(model, mp_policy=policy)
-    with message:
-        model(x)
-    model = make()
-    return locals()
+    model, wrong = make(), make()
+    fully_shard(wrong[1])
+    fully_shard(wrong, mp_policy=policy)
+    wrong(x)
 
 
 @provoked
-def already_applied(message: Message) -> Names:
+def already_applied() -> None:
     model = blocks()
     fully_shard(model[0])
-    with message:
-        fully_shard(model[0])
-    return locals()
+    fully_shard(model[0])
 
 
 @provoked
-def no_such_forward_method(message: Message) -> Names:
-    model = fully_shard(Words())
-    with message:
-        register_fsdp_forward_method(model, "sample")
-    return locals()
-
-
-@provoked
-def nonfinite_norm(message: Message) -> Names:
+def nonfinite_norm() -> None:
     model = sharded()
     (model(x).sum() * float("inf")).backward()
-    with message:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
     optimizer = torch.optim.AdamW(model.parameters())
-    return locals()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
 @provoked
-def no_inf_checks(message: Message) -> Names:
+def no_inf_checks() -> None:
     model = sharded()
     scaler = torch.amp.GradScaler("cpu")
     model(x).sum().backward()
     early = torch.optim.AdamW(blocks().parameters())  # the parameters before sharding
-    with message:
-        scaler.scale(model(x).sum()).backward()
-        scaler.step(early)
-    return locals()
+    scaler.scale(model(x).sum()).backward()
+    scaler.step(early)
 
 
 @provoked
-def pickle_fsdp_module(message: Message) -> Names:
-    model = sharded()
-    with message:
-        torch.save(model, io.BytesIO())
-    return locals()
-
-
-@provoked
-def buffer_on_meta(message: Message) -> Names:
+def buffer_on_meta() -> None:
     class Shifted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -711,163 +543,106 @@ def buffer_on_meta(message: Message) -> Names:
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x) + self.shift
 
-    def make() -> Any:
-        with torch.device("meta"):
-            return fully_shard(Shifted())
-
-    model = make()
-    model.linear.to_empty(device="cpu")
-    with message:
-        model(x)
-    model, weights = make(), Shifted().state_dict()
-    return locals()
+    with torch.device("meta"):
+        model, wrong = fully_shard(Shifted()), fully_shard(Shifted())
+    weights = Shifted().state_dict()
+    wrong.linear.to_empty(device="cpu")
+    wrong(x)
 
 
 @provoked
-def copy_out_of_meta(message: Message) -> Names:
+def copy_out_of_meta() -> None:
     with torch.device("meta"):
         model = blocks()
     sharded(model)
-    with message:
-        model.to("cpu")
-    return locals()
+    model.to("cpu")
 
 
 @provoked
-def full_tensor_of_a_plain_tensor(message: Message) -> Names:
-    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
-    with message:
-        [tensor.full_tensor() for tensor in model.state_dict().values()]
-    return locals()
-
-
-@provoked
-def full_tensor_of_a_gathered_root(message: Message) -> Names:
+def full_tensor_of_a_gathered_root() -> None:
     model = sharded(Words().head)
     with torch.no_grad():
         model(x)
-    with message:
-        model.weight.full_tensor()
-    return locals()
+    model.weight.full_tensor()
 
 
 @provoked
-def premul_sum_with_gloo(message: Message) -> Names:
-    model = fully_shard(nn.Linear(8, 8))
-    model.set_gradient_divide_factor(8)
-    with message:
-        model(x).sum().backward()
-    model = fully_shard(nn.Linear(8, 8))
-    model.set_gradient_divide_factor(8)
-    return locals()
+def premul_sum_with_gloo() -> None:
+    model, wrong = fully_shard(nn.Linear(8, 8)), fully_shard(nn.Linear(8, 8))
+    for one in (model, wrong):
+        one.set_gradient_divide_factor(8)
+    wrong(x).sum().backward()
 
 
 @provoked
-def muon_two_dimensions(message: Message) -> Names:
-    model = sharded()
-    with message:
-        torch.optim.Muon(model.parameters())
-    return locals()
-
-
-@provoked
-def muon_fewer_rows_than_ranks(message: Message) -> Names:
+def muon_fewer_rows_than_ranks() -> None:
     model = fully_shard(nn.Linear(8, 1, bias=False))
     model(x).sum().backward()
-    with message:
-        torch.optim.Muon(model.parameters()).step()
-    return locals()
+    torch.optim.Muon(model.parameters()).step()
 
 
 # ---- meshes and tensor parallel --------------------------------------------------------------------------
 
 
 @provoked
-def mesh_bigger_than_world(message: Message) -> Names:
-    with message:
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return locals()
-
-
-@provoked
-def mesh_names_invalid(message: Message) -> Names:
+def mesh_names_invalid() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    with message:
-        mesh["dp"]
-    return locals()
+    mesh["dp"]
 
 
 @provoked
-def mesh_slice_without_names(message: Message) -> Names:
+def mesh_slice_without_names() -> None:
     mesh = init_device_mesh("cpu", (1, 2))
-    with message:
-        mesh["shard"]
-    return locals()
+    mesh["shard"]
 
 
 @provoked
-def mesh_names_and_shape(message: Message) -> Names:
-    with message:
-        init_device_mesh("cpu", (2,), mesh_dim_names=("replicate", "shard"))
-    return locals()
-
-
-@provoked
-def meshes_without_common_root(message: Message) -> Names:
-    model = blocks()
+def meshes_without_common_root() -> None:
+    split = blocks()
     tp.parallelize_module(
-        model,
+        split,
         init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
         {"0": tp.ColwiseParallel(), "1": tp.RowwiseParallel()},
     )
-    with message:
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
     model = blocks()
-    return locals()
+    fully_shard(split, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
 
 
 @provoked
-def operands_on_two_meshes(message: Message) -> Names:
+def operands_on_two_meshes() -> None:
     one = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     model = nn.Sequential(fully_shard(nn.Linear(8, 8), mesh=one), fully_shard(nn.Linear(8, 8), mesh=two))
     model(x).sum().backward()
-    with message:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    return locals()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 @provoked
-def different_meshes_pointwise(message: Message) -> Names:
+def different_meshes_pointwise() -> None:
     one = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     a = distribute_tensor(torch.ones(8, 8), one, [Shard(0)])
     b = distribute_tensor(torch.ones(8, 8), two, [Replicate(), Shard(0)])
-    with message:
-        a + b
-    return locals()
+    a + b
 
 
 @provoked
-def colwise_only_linear(message: Message) -> Names:
+def colwise_only_linear() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8))
-    with message:
-        tp.parallelize_module(model, mesh, {"0": tp.ColwiseParallel()})
-    return locals()
+    tp.parallelize_module(model, mesh, {"0": tp.ColwiseParallel()})
 
 
 @provoked
-def plan_key_unresolved(message: Message) -> Names:
+def plan_key_unresolved() -> Names:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = Words()
-    with message:
-        tp.parallelize_module(model, mesh, {"layers.*": tp.ColwiseParallel()})
+    tp.parallelize_module(model, mesh, {"layers.*": tp.ColwiseParallel()})
     return locals()
 
 
 @provoked
-def heads_under_tensor_parallel(message: Message) -> Names:
+def heads_under_tensor_parallel() -> None:
     class Attention(nn.Module):
         def __init__(self, heads: int = 2) -> None:
             super().__init__()
@@ -881,119 +656,83 @@ def heads_under_tensor_parallel(message: Message) -> Names:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = Attention()
     tp.parallelize_module(model, mesh, {"q": tp.ColwiseParallel(), "out": tp.RowwiseParallel()})
-    with message:
-        model(x)
-    return locals()
+    model(x)
 
 
 @provoked
-def no_sharding_strategy(message: Message) -> Names:
-    model = sharded()
-    with message:
-        torch.renorm(model[0].weight.detach(), 2, 0, 1.0)
-    return locals()
-
-
-@provoked
-def sharding_propagation_failed(message: Message) -> Names:
+def sharding_propagation_failed() -> None:
     model = sharded()
     weight = model[0].weight.detach()
-    with message:
-        weight[weight > 0]
-    return locals()
+    weight[weight > 0]
 
 
 # ---- process groups --------------------------------------------------------------------------------------
 
 
 @provoked
-def no_backend_for_device(message: Message) -> Names:
+def no_backend_for_device() -> None:
     gpus = dist.new_group(backend="cuda:gloo")
-    with message:
-        dist.all_reduce(torch.ones(2), group=gpus)
-    return locals()
+    dist.all_reduce(torch.ones(2), group=gpus)
 
 
 @provoked
-def output_same_type(message: Message) -> Names:
+def output_same_type() -> None:
     shard_ = torch.ones(2, dtype=torch.bfloat16)
-    with message:
-        dist.all_gather_into_tensor(torch.empty(4), shard_)
-    return locals()
+    dist.all_gather_into_tensor(torch.empty(4), shard_)
 
 
-@provoked
-def group_not_initialized(message: Message) -> Names:
+@provoked(fresh=True)
+def group_not_initialized() -> None:
     dist.destroy_process_group()
     try:
-        with message:
-            dist.barrier()
+        dist.barrier()
     finally:
-        store = dist.HashStore()
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    return {"fresh": True, **locals()}
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-@provoked
-def rank_expected(message: Message) -> Names:
-    kept = os.environ.pop("RANK", None)
+@provoked(fresh=True)
+def rank_expected() -> None:
+    kept = os.environ.pop("RANK", "0")
     dist.destroy_process_group()
     try:
-        with message:
-            dist.init_process_group("gloo")
+        dist.init_process_group("gloo")
     finally:
-        os.environ["RANK"] = kept or str(0)
+        os.environ["RANK"] = kept
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return {"fresh": True, **locals()}
 
 
 @provoked
-def initialized_twice(message: Message) -> Names:
-    with message:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return locals()
-
-
-@provoked
-def address_in_use(message: Message) -> Names:
+def address_in_use() -> None:
     first = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with message:
-        dist.TCPStore("127.0.0.1", first.port, is_master=True, wait_for_workers=False)
-    return locals()
+    dist.TCPStore("127.0.0.1", first.port, is_master=True, wait_for_workers=False)
 
 
 @provoked
-def client_socket_timed_out(message: Message) -> Names:
-    with message:
-        dist.TCPStore("127.0.0.1", 1, is_master=False, timeout=datetime.timedelta(seconds=1))
+def client_socket_timed_out() -> None:
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return locals()
+    dist.TCPStore("127.0.0.1", 1, is_master=False, timeout=datetime.timedelta(seconds=1))
 
 
-@provoked(seconds=1)
-def gloo_timed_out(message: Message) -> Names:
-    with message:
-        if dist.get_rank() == 0:
-            dist.all_reduce(torch.ones(2))
-        else:
-            raise RuntimeError("this rank left")
-    return {"fresh": True, **locals()}
-
-
-@provoked
-def connection_closed_by_peer(message: Message) -> Names:
-    with message:
-        if dist.get_rank() == 1:
-            dist.destroy_process_group()
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            raise ValueError("the error to look for")
-        time.sleep(0.5)  # until the other rank has closed its connections
+@provoked(seconds=1, fresh=True)
+def gloo_timed_out() -> None:
+    if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(2))
-    return {"fresh": True, **locals()}
+    else:
+        raise RuntimeError("this rank left")
 
 
-@provoked
-def connect_full_mesh(message: Message) -> Names:
+@provoked(fresh=True)
+def connection_closed_by_peer() -> None:
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        raise ValueError("the error to look for")
+    time.sleep(0.5)  # until the other rank has closed its connections
+    dist.all_reduce(torch.ones(2))
+
+
+@provoked(fresh=True)
+def connect_full_mesh() -> None:
     rank, limit = dist.get_rank(), datetime.timedelta(seconds=3)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     port = [server.port if server else 0]
@@ -1005,22 +744,19 @@ def connect_full_mesh(message: Message) -> Names:
     dist.barrier()
     dist.destroy_process_group()
     try:
-        with message:  # rank 0 comes again and finds the address that rank 1 had
-            if rank == 1:
-                raise RuntimeError("this rank died")
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+        if rank == 1:
+            raise RuntimeError("this rank died")
+        # rank 0 comes again and finds the address that rank 1 had
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
     finally:
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return {"fresh": True, **locals()}
 
 
 @provoked
-def invalid_scalar_type(message: Message) -> Names:
+def invalid_scalar_type() -> None:
     eight = torch.ones(2).to(torch.float8_e4m3fn)
-    with message:
-        dist.all_reduce(eight)
-    return locals()
+    dist.all_reduce(eight)
 
 
 # ---- state dicts and checkpoints -------------------------------------------------------------------------
@@ -1033,34 +769,28 @@ def shared_folder() -> str:
 
 
 @provoked
-def full_state_dict_must_be_true(message: Message) -> Names:
+def full_state_dict_must_be_true() -> None:
     model = sharded()
     weights = blocks().state_dict() if dist.get_rank() == 0 else {}
-    with message:
-        sd.set_model_state_dict(model, weights, options=sd.StateDictOptions(broadcast_from_rank0=True))
-    return locals()
+    sd.set_model_state_dict(model, weights, options=sd.StateDictOptions(broadcast_from_rank0=True))
 
 
 @provoked
-def missing_key_in_checkpoint(message: Message) -> Names:
+def missing_key_in_checkpoint() -> None:
     folder = shared_folder()
     dcp.save(sd.get_model_state_dict(sharded(blocks(1))), checkpoint_id=folder)
     model = sharded(blocks(2))
     state = sd.get_model_state_dict(model)
-    with message:
-        dcp.load(state, checkpoint_id=folder)
-    return locals()
+    dcp.load(state, checkpoint_id=folder)
 
 
 @provoked
-def size_mismatch_in_checkpoint(message: Message) -> Names:
+def size_mismatch_in_checkpoint() -> None:
     folder = shared_folder()
     dcp.save(sd.get_model_state_dict(sharded_words(Words())), checkpoint_id=folder)
     grown = Words()
     grown.embedding = nn.Embedding(18, 8)
-    with message:
-        dcp.load(sd.get_model_state_dict(sharded_words(grown)), checkpoint_id=folder)
-    return locals()
+    dcp.load(sd.get_model_state_dict(sharded_words(grown)), checkpoint_id=folder)
 
 
 def sharded_words(model: Words) -> Any:
@@ -1070,27 +800,23 @@ def sharded_words(model: Words) -> Any:
 
 
 @provoked
-def checkpoint_already_exists(message: Message) -> Names:
+def checkpoint_already_exists() -> None:
     folder = shared_folder()
     state = sd.get_model_state_dict(sharded())
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, overwrite=False))
-    with message:
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, overwrite=False))
-    return locals()
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, overwrite=False))
 
 
 @provoked
-def async_save_needs_cpu(message: Message) -> Names:
+def async_save_needs_cpu() -> None:
     folder = shared_folder()
     state = sd.get_model_state_dict(sharded())
     gpus = dist.new_group(backend="cuda:gloo")
-    with message:
-        dcp.async_save(state, checkpoint_id=folder, process_group=gpus)
-    return locals()
+    dcp.async_save(state, checkpoint_id=folder, process_group=gpus)
 
 
 @provoked
-def missing_optimizer_state(message: Message) -> Names:
+def missing_optimizer_state() -> None:
     def make(frozen: bool) -> tuple[Any, torch.optim.Optimizer]:
         model = blocks()
         model[0].requires_grad_(not frozen)
@@ -1102,45 +828,36 @@ def missing_optimizer_state(message: Message) -> Names:
     optimizer.step()
     saved = sd.get_optimizer_state_dict(model, optimizer)
     model, optimizer = make(frozen=False)
-    with message:
-        sd.set_optimizer_state_dict(model, optimizer, saved)
+    sd.set_optimizer_state_dict(model, optimizer, saved)
+
+
+@provoked(fresh=True)
+def single_process_assumed() -> Names:
+    folder = shared_folder()
+    dist.destroy_process_group()
+    dcp.save({"weight": torch.ones(2)}, checkpoint_id=f"{folder}/{os.getpid()}")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return locals()
 
 
 @provoked
-def single_process_assumed(message: Message) -> Names:
-    folder = shared_folder()
-    dist.destroy_process_group()
-    try:
-        with message:
-            dcp.save({"weight": torch.ones(2)}, checkpoint_id=f"{folder}/{os.getpid()}")
-    finally:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return {"fresh": True, **locals()}
-
-
-@provoked
-def no_metadata(message: Message) -> Names:
+def no_metadata() -> None:
     folder = shared_folder()
     dcp.save({"model": sd.get_model_state_dict(sharded())}, checkpoint_id=f"{folder}/step_10")
     model = sharded()
-    with message:
-        dcp.load({"model": sd.get_model_state_dict(model)}, checkpoint_id=folder)
-    return locals()
+    dcp.load({"model": sd.get_model_state_dict(model)}, checkpoint_id=folder)
 
 
 @provoked
-def optim_state_dict_empty(message: Message) -> Names:
+def optim_state_dict_empty() -> None:
     model = sharded()
     optimizer = torch.optim.AdamW(model.parameters())
     saved = sd.get_optimizer_state_dict(model, optimizer)
-    with message:
-        sd.set_optimizer_state_dict(model, optimizer, {})
-    return locals()
+    sd.set_optimizer_state_dict(model, optimizer, {})
 
 
 @provoked
-def optimizer_size_of_tensor(message: Message) -> Names:
+def optimizer_size_of_tensor() -> None:
     model = blocks(1, 4)
     local = nn.Linear(4, 2)  # the rows of one rank
     optimizer = torch.optim.AdamW(local.parameters())
@@ -1150,70 +867,58 @@ def optimizer_size_of_tensor(message: Message) -> Names:
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     optimizer.load_state_dict(saved)
     model(torch.ones(1, 4)).sum().backward()
-    with message:
-        optimizer.step()
-    return locals()
+    optimizer.step()
 
 
 @provoked
-def parameter_group_size(message: Message) -> Names:
+def parameter_group_size() -> None:
     model = sharded()
     saved = torch.optim.AdamW(model.parameters()).state_dict()
     decay = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW([{"params": decay}, {"params": others, "weight_decay": 0.0}])
-    with message:
-        optimizer.load_state_dict(saved)
-    return locals()
+    optimizer.load_state_dict(saved)
 
 
 @provoked
-def key_prefix_fsdp1(message: Message) -> Names:
+def key_prefix_fsdp1() -> None:
     model = FSDP(nn.Sequential(FSDP(nn.Linear(8, 8), use_orig_params=True)), use_orig_params=True)
     with FullyShardedDataParallel.summon_full_params(model):
         saved = {name: p.detach().clone() for name, p in nn.Module.named_parameters(model)}
     model = blocks(1)
-    with message:
-        model.load_state_dict(saved)
-    return locals()
+    model.load_state_dict(saved)
 
 
 @provoked
-def key_prefix_compile(message: Message) -> Names:
+def key_prefix_compile() -> None:
     saved = torch.compile(blocks(), backend="eager").state_dict()
     model = blocks()
-    with message:
-        model.load_state_dict(saved)
-    return locals()
+    model.load_state_dict(saved)
 
 
 @provoked
-def key_prefix_checkpoint_wrapper(message: Message) -> Names:
+def key_prefix_checkpoint_wrapper() -> None:
     saved = {
         f"{i}._checkpoint_wrapped_module.{n}": t
         for i in range(2)
         for n, t in nn.Linear(8, 8).state_dict().items()
     }
     model = blocks()
-    with message:
-        model.load_state_dict(saved)
-    return locals()
+    model.load_state_dict(saved)
 
 
 @provoked
-def key_prefix_ddp(message: Message) -> Names:
+def key_prefix_ddp() -> None:
     saved = nn.parallel.DistributedDataParallel(blocks()).state_dict()
     model = blocks()
-    with message:
-        model.load_state_dict(saved)
-    return locals()
+    model.load_state_dict(saved)
 
 
 # ---- activation checkpointing ----------------------------------------------------------------------------
 
 
 @provoked
-def recomputed_metadata(message: Message) -> Names:
+def recomputed_metadata() -> None:
     class Cut(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1223,14 +928,12 @@ def recomputed_metadata(message: Message) -> Names:
             self.calls += 1
             return self.linear(x[: 5 - self.calls]).relu()
 
-    with message:
-        checkpoint(Cut(), x, use_reentrant=False).sum().backward()
     block = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    return locals()
+    checkpoint(Cut(), x, use_reentrant=False).sum().backward()
 
 
 @provoked
-def different_number_saved(message: Message) -> Names:
+def different_number_saved() -> None:
     class Cached(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1241,17 +944,14 @@ def different_number_saved(message: Message) -> Names:
                 self.cache = self.linear(x).exp()
             return self.cache * x
 
-    with message:
-        checkpoint(Cached(), x.clone().requires_grad_(), use_reentrant=False).sum().backward()
     block = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    return locals()
+    checkpoint(Cached(), x.clone().requires_grad_(), use_reentrant=False).sum().backward()
 
 
 @provoked
-def use_reentrant_explicit(message: Message) -> Names:
+def use_reentrant_explicit() -> Names:
     block = nn.Linear(8, 8)
-    with message:
-        checkpoint(block, x.clone().requires_grad_())
+    checkpoint(block, x.clone().requires_grad_())
     return locals()
 
 
@@ -1259,50 +959,18 @@ def use_reentrant_explicit(message: Message) -> Names:
 
 
 @provoked
-def accelerate_no_layer_class(message: Message) -> Names:
-    from accelerate import FullyShardedDataParallelPlugin
-
+def accelerate_no_layer_class() -> None:
     model = Words()
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
+    plugin = fsdp2_plugin(
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
     )
-    with message:
-        plugin.set_auto_wrap_policy(model)
-    return locals()
-
-
-@provoked
-def accelerate_local_state_dict(message: Message) -> Names:
-    from accelerate import FullyShardedDataParallelPlugin
-
-    with message:
-        FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="LOCAL_STATE_DICT")
-    return locals()
-
-
-@provoked
-def accelerate_reshard_string(message: Message) -> Names:
-    from accelerate import FullyShardedDataParallelPlugin
-
-    with message:
-        FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward="FULL_SHARD")
-    return locals()
-
-
-@provoked
-def accelerate_forward_prefetch(message: Message) -> Names:
-    from accelerate import FullyShardedDataParallelPlugin
-
-    with message:
-        FullyShardedDataParallelPlugin(fsdp_version=2, forward_prefetch=True)
-    return locals()
+    plugin.set_auto_wrap_policy(model)
 
 
 def accelerator() -> Any:
     """Accelerate with FSDP2 on CPU ranks; by itself it takes FSDP's settings only on an accelerator."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
@@ -1310,268 +978,166 @@ def accelerator() -> Any:
 
     forget()
     one = Accelerator(cpu=True)
-    AcceleratorState().fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    AcceleratorState().fsdp_plugin = fsdp2_plugin()
     AcceleratorState().distributed_type = PartialState().distributed_type = DistributedType.FSDP
     return one
 
 
 @provoked
-def accelerate_prepare_together(message: Message) -> Names:
+def accelerate_prepare_together() -> None:
     accelerator_ = accelerator()
     model = blocks()
-    with message:
-        accelerator_.prepare(model)
-    return locals()
+    accelerator_.prepare(model)
 
 
 @provoked
-def accelerate_clip_value(message: Message) -> Names:
+def accelerate_clip_value() -> None:
     accelerator_ = accelerator()
     model = blocks()
-    model, optimizer = accelerator_.prepare(model, torch.optim.AdamW(model.parameters()))
+    model, _ = accelerator_.prepare(model, torch.optim.AdamW(model.parameters()))
     accelerator_.backward(model(x).sum())
-    with message:
-        accelerator_.clip_grad_value_(model.parameters(), 1.0)
-    return locals()
+    accelerator_.clip_grad_value_(model.parameters(), 1.0)
 
 
 def arguments(**more: Any) -> Any:
-    import transformers
-
     from tests.trainers import forget
 
     forget()
     return transformers.TrainingArguments(output_dir=tempfile.mkdtemp(), use_cpu=True, report_to=[], **more)
 
 
-@provoked
-def trainer_fsdp_alone(message: Message) -> Names:
-    import transformers
-
+@provoked(fresh=True)
+def trainer_fsdp_alone() -> None:
     kept = {name: os.environ.pop(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ}
-    with message:
+    try:
         transformers.Trainer(blocks(), arguments(fsdp=True))
-    os.environ.update(kept)
-    return {"fresh": True, **locals()}
+    finally:
+        os.environ.update(kept)
 
 
 @provoked
-def trainer_two_checkpointings(message: Message) -> Names:
-    import transformers
-
-    with message:
-        transformers.Trainer(
-            blocks(),
-            arguments(
-                fsdp=True, fsdp_config={"activation_checkpointing": True}, activation_checkpointing=True
-            ),
-        )
-    return locals()
-
-
-@provoked
-def trainer_unknown_option(message: Message) -> Names:
-    with message:
-        arguments(fsdp="full_shard hybrid")
-    return locals()
-
-
-@provoked
-def no_rng_file(message: Message) -> Names:
-    import transformers
-
+def no_rng_file() -> Names:
     trainer = transformers.Trainer(blocks(), arguments())
     transformers.utils.logging.set_verbosity_info()
-    with message:
-        trainer._load_rng_state(tempfile.mkdtemp())
+    trainer._load_rng_state(tempfile.mkdtemp())
     transformers.utils.logging.set_verbosity_warning()
     return locals()
 
 
 @provoked
-def no_grad_fn(message: Message) -> Names:
+def no_grad_fn() -> None:
     block = nn.Linear(8, 8)
-    with message:
-        checkpoint(block, x, use_reentrant=True).sum().backward()
-    return locals()
+    checkpoint(block, x, use_reentrant=True).sum().backward()
 
 
 @provoked
-def device_map_auto(message: Message) -> Names:
-    accelerator_ = accelerator()
-    model = blocks()
-    model.hf_device_map = {"0": 0, "1": 1}  # what from_pretrained(device_map="auto") leaves on two GPUs
-    with message:
-        accelerator_.prepare(model, torch.optim.AdamW(model.parameters()))
-    model = blocks()
-    return locals()
+def device_map_auto() -> None:
+    accelerator_, model, mapped = accelerator(), blocks(), blocks()
+    mapped.hf_device_map = {"0": 0, "1": 1}  # what from_pretrained(device_map="auto") leaves on two GPUs
+    accelerator_.prepare(mapped, torch.optim.AdamW(mapped.parameters()))
 
 
 @provoked
-def fsdp1_is_root(message: Message) -> Names:
+def fsdp1_is_root() -> None:
     def make() -> Any:
         return FSDP(nn.Sequential(FSDP(nn.Linear(8, 8)), FSDP(nn.Linear(8, 8))))
 
     model = make()
     model.module[0](x)
-    with message:
-        model(x)
-    return locals()
+    model(x)
 
 
 @provoked
-def fsdp1_forward_under_inference_mode(message: Message) -> Names:
+def fsdp1_forward_under_inference_mode() -> None:
     model = FSDP(blocks())
     with torch.inference_mode():
         model(x)
-    with message, contextlib.redirect_stderr(io.StringIO()):  # FSDP1 also prints the stack
-        model(x)
-    return locals()
+    model(x)
 
 
 @provoked
-def fsdp1_mixed_precision_policy(message: Message) -> Names:
-    with message:
-        FSDP(
-            blocks(),
-            mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        )
-    model = blocks()
-    return locals()
-
-
-@provoked
-def ignored_params_of_fsdp1(message: Message) -> Names:
-    model = blocks()
-    with message:
-        FSDP(model, ignored_params=set(model[0].parameters()))
-    return locals()
-
-
-@provoked
-def fsdp1_hybrid_mesh_of_two(message: Message) -> Names:
+def fsdp1_hybrid_mesh_of_two() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    with message:
-        FSDP(blocks(), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
     model = blocks()
-    return locals()
+    FSDP(blocks(), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
 @provoked
-def fsdp1_group_and_mesh(message: Message) -> Names:
+def fsdp1_group_and_mesh() -> None:
     model, mesh = blocks(), init_device_mesh("cpu", (2,))
-    with message:
-        FSDP(model, device_mesh=mesh, process_group=dist.group.WORLD)
-    return locals()
+    FSDP(model, device_mesh=mesh, process_group=dist.group.WORLD)
 
 
 @provoked
-def fsdp1_state_dict_type_none(message: Message) -> Names:
-    model = FSDP(blocks())
-    with message:
-        FullyShardedDataParallel.set_state_dict_type(model, None)
-    return locals()
-
-
-@provoked
-def fsdp1_local_state_dict_with_mesh(message: Message) -> Names:
+def fsdp1_local_state_dict_with_mesh() -> None:
     model = FSDP(blocks(), device_mesh=init_device_mesh("cpu", (2,)))
-    kind = StateDictType.LOCAL_STATE_DICT
-    with message, FullyShardedDataParallel.state_dict_type(model, kind):
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
         model.state_dict()
-    model = FSDP(blocks(), device_mesh=init_device_mesh("cpu", (2,)))
-    return locals()
 
 
 @provoked
-def fsdp1_homogeneous_value(message: Message) -> Names:
+def fsdp1_homogeneous_value() -> None:
     inner = FSDP(nn.Linear(8, 8), use_orig_params=True)
     model = FSDP(nn.Sequential(inner, nn.Linear(8, 8)), use_orig_params=False)
-    with message:
-        model(x)
-    return locals()
+    model(x)
 
 
 @provoked
-def fsdp1_summon_on_rank0(message: Message) -> Names:
+def fsdp1_summon_on_rank0() -> None:
     model = FSDP(blocks())
-    with message, FullyShardedDataParallel.summon_full_params(model, rank0_only=True):
+    with FullyShardedDataParallel.summon_full_params(model, rank0_only=True):
         pass
-    return locals()
 
 
 @provoked
-def fsdp1_optimizer_state_keys(message: Message) -> Names:
+def fsdp1_optimizer_state_keys() -> None:
     model = FSDP(blocks(), use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters())
     model(x).sum().backward()
     optimizer.step()
-    with message:
-        FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, {})
-    return locals()
+    FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, {})
 
 
 @provoked
-def group_size_and_world_size(message: Message) -> Names:
-    model = blocks()
-    with message:
-        dist.new_subgroups(3)
-    return locals()
-
-
-@provoked
-def mesh_dim_needed(message: Message) -> Names:
+def mesh_dim_needed() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    with message:
-        mesh.get_group()
-    return locals()
+    mesh.get_group()
 
 
 @provoked
-def placements_and_mesh(message: Message) -> Names:
+def placements_and_mesh() -> None:
     mesh, weight = init_device_mesh("cpu", (1, 2)), torch.ones(4, 4)
-    with message:
-        distribute_tensor(weight, mesh, [Shard(0)])
-    return locals()
+    distribute_tensor(weight, mesh, [Shard(0)])
 
 
 @provoked
-def distributed_twice(message: Message) -> Names:
+def distributed_twice() -> None:
     mesh, model = init_device_mesh("cpu", (2,)), blocks()
     tp.parallelize_module(model, mesh, {"0": tp.ColwiseParallel()})
-    with message:
-        tp.parallelize_module(model, mesh, {"0": tp.ColwiseParallel()})
-    return locals()
+    tp.parallelize_module(model, mesh, {"0": tp.ColwiseParallel()})
 
 
 @provoked
-def model_state_dict_empty(message: Message) -> Names:
+def model_state_dict_empty() -> None:
     weights, model = blocks().state_dict(), sharded()
-    with message:
-        sd.set_model_state_dict(model, {})
-    return locals()
+    sd.set_model_state_dict(model, {})
 
 
 @provoked
-def empty_shard_in_checkpoint(message: Message) -> Names:
+def empty_shard_in_checkpoint() -> None:
     model = FSDP(blocks(), use_orig_params=True)
     pieces = {name.replace("_fsdp_wrapped_module.", ""): p.detach() for name, p in model.named_parameters()}
-    with message:
-        blocks().load_state_dict(pieces)
-    return locals()
+    blocks().load_state_dict(pieces)
 
 
 @provoked
-def gradient_on_another_device(message: Message) -> Names:
+def gradient_on_another_device() -> None:
     parameter = sharded()[0].weight
-    with message:
-        parameter.grad = torch.ones(8, 8, device="meta")
-    return locals()
+    parameter.grad = torch.ones(8, 8, device="meta")
 
 
 @provoked
-def view_of_output_changed_in_place(message: Message) -> Names:
+def view_of_output_changed_in_place() -> None:
     class View(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1591,18 +1157,14 @@ def view_of_output_changed_in_place(message: Message) -> Names:
                 y += 1
             return self.head(y.relu() if in_place else (y + 1).relu())
 
-    model = sharded(Adding())
-    with message:
-        model(x.clone().requires_grad_(), in_place=True).sum().backward()
-    model = sharded(Adding())
-    return locals()
+    model, wrong = sharded(Adding()), sharded(Adding())
+    wrong(x.clone().requires_grad_(), in_place=True).sum().backward()
 
 
 @provoked
-def none_of_the_inputs_require_grad(message: Message) -> Names:
+def none_of_the_inputs_require_grad() -> Names:
     block = nn.Linear(8, 8)
-    with message:
-        checkpoint(block, x, use_reentrant=True)
+    checkpoint(block, x, use_reentrant=True)
     return locals()
 
 
@@ -1610,7 +1172,7 @@ def none_of_the_inputs_require_grad(message: Message) -> Names:
 
 
 @provoked
-def fsdp1_backward_outside_of_a_step(message: Message) -> Names:
+def fsdp1_backward_outside_of_a_step() -> None:
     class Loss(nn.Module):
         def __init__(self, *, optimizes: bool = False) -> None:
             super().__init__()
@@ -1623,81 +1185,61 @@ def fsdp1_backward_outside_of_a_step(message: Message) -> Names:
             return loss
 
     model = FSDP(Loss(optimizes=True))
-    with message, contextlib.redirect_stderr(io.StringIO()):  # FSDP1 also prints the stack
-        model(x)
-    return locals()
+    model(x)
 
 
 @provoked
-def fsdp1_post_backward_hook_state(message: Message) -> Names:
+def fsdp1_post_backward_hook_state() -> None:
     def make() -> Any:
         return FSDP(nn.Sequential(FSDP(nn.Linear(8, 8)), FSDP(nn.Linear(8, 8))))
 
     model = make()
     loss = model(x).sum()
     model.module[0].requires_grad_(False)
-    with message, contextlib.redirect_stderr(io.StringIO()):
-        loss.backward()
-    return locals()
+    loss.backward()
 
 
 @provoked
-def fsdp1_view_of_flat_parameter(message: Message) -> Names:
+def fsdp1_view_of_flat_parameter() -> None:
     model = FSDP(Words(), use_orig_params=False)
     model(tokens).sum().backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
-    with message:
-        model.module.embedding(tokens)
-    return locals()
+    model.module.embedding(tokens)
 
 
 @provoked
-def fsdp1_weight_is_flat(message: Message) -> Names:
+def fsdp1_weight_is_flat() -> None:
     model = FSDP(blocks(), use_orig_params=True)
     model(x)
-    with message:
-        model.module[0](x)
-    return locals()
+    model.module[0](x)
 
 
 @provoked
-def fsdp1_assumes_in_state_dict(message: Message) -> Names:
+def fsdp1_assumes_in_state_dict() -> None:
     def leave_out(_: nn.Module, state: dict[str, Tensor], prefix: str, __: Any) -> None:
         del state[f"{prefix}weight"]
 
-    model = FSDP(blocks())
-    hook = model.module[1].register_state_dict_post_hook(leave_out)
-    with message:
-        sd.get_model_state_dict(model, options=sd.StateDictOptions(full_state_dict=True))
-    model = FSDP(blocks())
-    return locals()
+    model, wrong = FSDP(blocks()), FSDP(blocks())
+    hook = wrong.module[1].register_state_dict_post_hook(leave_out)
+    sd.get_model_state_dict(wrong, options=sd.StateDictOptions(full_state_dict=True))
 
 
 @provoked
-def fsdp1_failed_to_clone(message: Message) -> Names:
+def fsdp1_failed_to_clone() -> Names:
     def full(_: Tensor) -> Tensor:
         raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")  # what a full GPU raises here
 
-    model, clone = FSDP(blocks()), Tensor.clone
-    Tensor.clone = full
-    try:
-        with message, FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-            model.state_dict()
-    finally:
-        Tensor.clone = clone
     model = FSDP(blocks())
+    with (
+        mock.patch.object(Tensor, "clone", full),
+        FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT),
+    ):
+        model.state_dict()
     return locals()
 
 
 @provoked
-def fsdp1_gradients_of_gradients(message: Message) -> Names:
-    with message:
-        FSDP(blocks())(x).square().sum().backward(create_graph=True)
-    return locals()
-
-
-@provoked
-def fsdp1_reset_parameters_on_meta(message: Message) -> Names:
+def fsdp1_reset_parameters_on_meta() -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1710,74 +1252,42 @@ def fsdp1_reset_parameters_on_meta(message: Message) -> Names:
         with torch.device("meta"):
             return nn.Sequential(Scale(), nn.Linear(8, 8))
 
-    with message:
-        FSDP(make())
     model = make()
-    return locals()
+    FSDP(make())
 
 
 @provoked
-def fsdp1_called_while_gathered(message: Message) -> Names:
-    def make() -> Any:
-        return FSDP(nn.Sequential(FSDP(nn.Linear(8, 8))))
-
-    model = make()
-    with (
-        message,
-        contextlib.redirect_stderr(io.StringIO()),
-        FullyShardedDataParallel.summon_full_params(model),
-    ):
-        model(x)
-    model = make()
-    return locals()
+def fsdp1_called_while_gathered() -> None:
+    model, wrong = (FSDP(nn.Sequential(FSDP(nn.Linear(8, 8)))) for _ in range(2))  # noqa: RUF059
+    with FullyShardedDataParallel.summon_full_params(wrong):
+        wrong(x)
 
 
 @provoked
-def fsdp1_full_state_into_shards(message: Message) -> Names:
+def fsdp1_full_state_into_shards() -> None:
     weights, model = blocks().state_dict(), FSDP(blocks(), use_orig_params=True)
-    with message:
-        model.module.load_state_dict(weights)
-    return locals()
+    model.module.load_state_dict(weights)
 
 
 # ---- FSDP2, more -----------------------------------------------------------------------------------------
 
 
 @provoked
-def module_of_fsdp2(message: Message) -> Names:
+def module_of_fsdp2() -> None:
     model = sharded()
-    with message:
-        _ = model.module
-    return locals()
+    _ = model.module
 
 
 @provoked
-def arguments_of_fsdp1(message: Message) -> Names:
-    with message:
-        fully_shard(blocks(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    model = blocks()
-    return locals()
-
-
-@provoked
-def cannot_import_from_fsdp(message: Message) -> Names:
-    with message:
-        exec("from torch.distributed.fsdp import name_of_a_newer_torch")
-    return locals()
-
-
-@provoked
-def sharded_under_inference_mode(message: Message) -> Names:
+def sharded_under_inference_mode() -> None:
     model = sharded()
     with torch.inference_mode():
         model(x)
-    with message:
-        model(x).sum().backward()
-    return locals()
+    model(x).sum().backward()
 
 
 @provoked
-def optimizer_state_is_plain(message: Message) -> Names:
+def optimizer_state_is_plain() -> None:
     plain = blocks()
     of_plain = torch.optim.AdamW(plain.parameters())
     plain(x).sum().backward()
@@ -1788,40 +1298,32 @@ def optimizer_state_is_plain(message: Message) -> Names:
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.load_state_dict(of_plain.state_dict())
     model(x).sum().backward()
-    with message:
-        optimizer.step()
-    return locals()
+    optimizer.step()
 
 
 @provoked
-def gradient_of_another_size(message: Message) -> Names:
-    with message:
-        nn.Parameter(torch.ones(8)).grad = torch.ones(4)
+def gradient_of_another_size() -> None:
     parameter, full = sharded()[0].weight, torch.ones(8, 8)
-    return locals()
+    nn.Parameter(torch.ones(8)).grad = torch.ones(4)
 
 
 @provoked
-def parameter_replaced_after_sharding(message: Message) -> Names:
+def parameter_replaced_after_sharding() -> None:
     model = fully_shard(Words())
     model.embedding.weight = nn.Parameter(torch.randn(18, 8))
-    with message:
-        model(tokens)
-    return locals()
+    model(tokens)
 
 
 @provoked
-def safetensors_of_dtensors(message: Message) -> Names:
+def safetensors_of_dtensors() -> None:
     from safetensors.torch import save_file
 
     model, folder = sharded(), tempfile.mkdtemp()
-    with message:
-        save_file(model.state_dict(), f"{folder}/model.safetensors")
-    return locals()
+    save_file(model.state_dict(), f"{folder}/model.safetensors")
 
 
 @provoked
-def changed_in_place_under_fsdp(message: Message) -> Names:
+def changed_in_place_under_fsdp() -> None:
     class Scaled(nn.Module):
         def __init__(self, *, in_place: bool) -> None:
             super().__init__()
@@ -1834,13 +1336,11 @@ def changed_in_place_under_fsdp(message: Message) -> Names:
             return y
 
     model = sharded(Scaled(in_place=True))
-    with message:
-        (model(x) + model(x)).sum().backward()
-    return locals()
+    (model(x) + model(x)).sum().backward()
 
 
 @provoked
-def expected_scalar_type_under_fsdp(message: Message) -> Names:
+def expected_scalar_type_under_fsdp() -> None:
     class Mixing(nn.Module):
         def __init__(self, *, cast: bool) -> None:
             super().__init__()
@@ -1852,387 +1352,250 @@ def expected_scalar_type_under_fsdp(message: Message) -> Names:
             return torch.bmm(y, self.mixture.to(y.dtype) if self.cast else self.mixture)
 
     model = sharded(Mixing(cast=False), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    with message:
-        model(x)
-    return locals()
-
-
-@provoked
-def integer_parameter_with_gradient(message: Message) -> Names:
-    model = blocks()
-    with message:
-        fully_shard(nn.ParameterList([nn.Parameter(torch.ones(8, 8, dtype=torch.uint8))]))
-    return locals()
-
-
-@provoked
-def numpy_of_dtensor(message: Message) -> Names:
-    model = sharded()
-    with message:
-        model[0].weight.detach().numpy()
-    return locals()
-
-
-@provoked
-def collective_of_dtensor(message: Message) -> Names:
-    model = sharded()
-    with message:
-        dist.broadcast(model[0].weight, 0)
-    return locals()
-
-
-@provoked
-def collective_without_a_kernel(message: Message) -> Names:
-    with message:
-        torch.ops.fsdp.all_gather_copy_in([torch.ones(4).to_sparse()], torch.ones(8), [4], 4, 0)
-    return locals()
+    model(x)
 
 
 # ---- process groups, more --------------------------------------------------------------------------------
 
 
-@provoked
-def collectives_differ(message: Message) -> Names:
+@provoked(fresh=True)
+def collectives_differ() -> None:
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         group = dist.new_group(timeout=datetime.timedelta(seconds=10))
     finally:
         dist.set_debug_level(level)
-    with message:
-        dist.all_reduce(torch.ones(4 + dist.get_rank()), group=group)
-    return {"fresh": True, **locals()}
+    dist.all_reduce(torch.ones(4 + dist.get_rank()), group=group)
 
 
 @provoked
-def store_wait_timeout(message: Message) -> Names:
+def store_wait_timeout() -> None:
     second = datetime.timedelta(seconds=1)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=second)
-    with message:
-        store.get("something")
-    return locals()
+    store.get("something")
 
 
 @provoked
-def clients_joined(message: Message) -> Names:
+def clients_joined() -> None:
     second = datetime.timedelta(seconds=1)
-    with message:
-        dist.TCPStore("127.0.0.1", 0, world_size=2, is_master=True, timeout=second)
-    return locals()
+    dist.TCPStore("127.0.0.1", 0, world_size=2, is_master=True, timeout=second)
 
 
 @provoked
-def store_is_gone(message: Message) -> Names:
+def store_is_gone() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
     del store
-    with message:
-        client.get("something")
-    return locals()
+    client.get("something")
 
 
 # ---- checkpoints, more -----------------------------------------------------------------------------------
 
 
 @provoked
-def distcp_is_missing(message: Message) -> Names:
+def distcp_is_missing() -> None:
     folder, state = shared_folder(), {"weight": torch.ones(8)}
     dcp.save(state, checkpoint_id=folder)
     if dist.get_rank() == 0:
         for file in Path(folder).glob("*.distcp"):
             file.unlink()
     dist.barrier()
-    with message:
-        dcp.load(state, checkpoint_id=folder)
-    return locals()
+    dcp.load(state, checkpoint_id=folder)
 
 
 @provoked
-def size_mismatch_in_sharded_load(message: Message) -> Names:
+def size_mismatch_in_sharded_load() -> None:
     weights, model = Words().state_dict(), Words()
     model.embedding = nn.Embedding(18, 8)
     fully_shard(model)
-    with message:
-        sd.set_model_state_dict(model, weights, options=sd.StateDictOptions(full_state_dict=True))
-    return locals()
+    sd.set_model_state_dict(model, weights, options=sd.StateDictOptions(full_state_dict=True))
 
 
 # ---- Accelerate, transformers, Lightning, more -----------------------------------------------------------
 
 
 @provoked
-def accelerate_optimizer_not_switched(message: Message) -> Names:
+def accelerate_optimizer_not_switched() -> None:
     accelerator_, model = accelerator(), blocks()
     optimizer = torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.ones(8))])
-    with message:
-        accelerator_.prepare(model, optimizer)
-    return locals()
+    accelerator_.prepare(model, optimizer)
 
 
 @provoked
-def accelerate_params4bit(message: Message) -> Names:
+def accelerate_params4bit() -> Names:
     class Params4bit(nn.Parameter):
         """Stands for bitsandbytes' class, which Accelerate knows by its name."""
 
     accelerator_, model = accelerator(), blocks()
     model.packed = Params4bit(torch.ones(8, dtype=torch.uint8), requires_grad=False)
     trained = [p for p in model.parameters() if p.requires_grad]
-    with message:
-        accelerator_.prepare(model, torch.optim.AdamW(trained))
-        warnings.warn("so that every rank has a text: the main process alone warns", stacklevel=1)
+    accelerator_.prepare(model, torch.optim.AdamW(trained))
+    warnings.warn("so that every rank has a text: the main process alone warns", stacklevel=1)
     return locals()
 
 
 @provoked
-def accelerate_reshard_bool(message: Message) -> Names:
-    from accelerate import FullyShardedDataParallelPlugin
-
-    with message:
-        FullyShardedDataParallelPlugin(fsdp_version=1, reshard_after_forward=True)
-    return locals()
-
-
-@provoked
-def trainer_checkpoint_of_fsdp(message: Message) -> Names:
-    import transformers
-
+def trainer_checkpoint_of_fsdp() -> None:
     trainer, folder = transformers.Trainer(blocks(), arguments()), shared_folder()
     (Path(folder) / "pytorch_model_fsdp_0").mkdir(exist_ok=True)
-    with message:
-        trainer._load_from_checkpoint(folder)
-    return locals()
+    trainer._load_from_checkpoint(folder)
 
 
 @provoked
-def lightning_clip_by_norm(message: Message) -> Names:
+def lightning_clip_by_norm() -> None:
     from lightning.pytorch.plugins.precision import FSDPPrecision
 
-    with message:
-        FSDPPrecision("32-true").clip_grad_by_norm()
-    return locals()
+    FSDPPrecision("32-true").clip_grad_by_norm()
 
 
 @provoked
-def lightning_optimizer_before_model(message: Message) -> Names:
+def lightning_optimizer_before_model() -> None:
     from lightning.fabric.strategies import FSDPStrategy
 
     strategy = FSDPStrategy(use_orig_params=False)
-    with message:
-        strategy.setup_optimizer(torch.optim.AdamW(blocks().parameters()))
-    return locals()
+    strategy.setup_optimizer(torch.optim.AdamW(blocks().parameters()))
 
 
 @provoked
-def fsdp1_names_do_not_fit(message: Message) -> Names:
+def fsdp1_names_do_not_fit() -> None:
     weights, model = blocks().state_dict(), FSDP(blocks())
-    with message:
-        model.load_state_dict({f"model.{name}": tensor for name, tensor in weights.items()})
-    return locals()
+    model.load_state_dict({f"model.{name}": tensor for name, tensor in weights.items()})
 
 
 @provoked
-def arguments_of_another_torch(message: Message) -> Names:
-    with message:
-        FSDP(blocks(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    return locals()
-
-
-@provoked
-def device_mesh_of_a_plain_tensor(message: Message) -> Names:
+def device_mesh_of_a_plain_tensor() -> None:
     model = blocks()
     model.register_buffer("steps", torch.zeros(1))
     fully_shard(model)
-    with message:
-        _ = [tensor.device_mesh for tensor in model.state_dict().values()]
-    return locals()
+    _ = [tensor.device_mesh for tensor in model.state_dict().values()]
 
 
 @provoked
-def sharded_module_cannot_be_cast(message: Message) -> Names:
+def sharded_module_cannot_be_cast() -> None:
     model = sharded()
     reference = weakref.ref(model[0].weight)
-    with message:
-        model.to(torch.bfloat16)
-    return {"reference": reference}
+    model.to(torch.bfloat16)
 
 
 @provoked
-def redistribute_to_partial(message: Message) -> Names:
-    model = sharded()
-    with message:
-        model[0].weight.redistribute(placements=[Partial()])
-    return locals()
-
-
-@provoked
-def optimizer_got_no_parameters(message: Message) -> Names:
+def optimizer_got_no_parameters() -> None:
     model = sharded().requires_grad_(False)
-    with message:
-        of_fsdp = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-        del of_fsdp
-    return locals()
+    of_fsdp = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    del of_fsdp
 
 
 @provoked
-def tensors_share_memory(message: Message) -> Names:
+def tensors_share_memory() -> None:
     from safetensors.torch import save_file
 
     model, folder = Words(tied=True), tempfile.mkdtemp()
-    with message:
-        save_file(model.state_dict(), f"{folder}/model.safetensors")
-    return locals()
+    save_file(model.state_dict(), f"{folder}/model.safetensors")
 
 
 @provoked
-def fsdp1_nothing_is_sharded(message: Message) -> Names:
+def fsdp1_nothing_is_sharded() -> None:
     model = FSDP(blocks(), sharding_strategy=ShardingStrategy.NO_SHARD)
-    with message, FullyShardedDataParallel.summon_full_params(model, offload_to_cpu=True):
+    with FullyShardedDataParallel.summon_full_params(model, offload_to_cpu=True):
         pass
-    return locals()
 
 
 @provoked
-def sharding_strategy_by_number(message: Message) -> Names:
-    with message:
-        ShardingStrategy(0)
-    return locals()
-
-
-@provoked
-def sharding_strategy_as_text(message: Message) -> Names:
-    with message:
-        FSDP(blocks(), sharding_strategy="FULL_SHARD")
-    return locals()
-
-
-@provoked
-def fsdp1_summon_during_forward(message: Message) -> Names:
+def fsdp1_summon_during_forward() -> None:
     class Summoning(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            with FullyShardedDataParallel.summon_full_params(roots[0]):
+            with FullyShardedDataParallel.summon_full_params(wrong):
                 return self.linear(x)
 
-    model = FSDP(Summoning())
-    roots = [model]
-    with message, contextlib.redirect_stderr(io.StringIO()):
-        model(x)
-    model = FSDP(blocks())
-    return locals()
+    model, wrong = FSDP(blocks()), FSDP(Summoning())
+    wrong(x)
 
 
 @provoked
-def fsdp1_optimizer_of_other_parameters(message: Message) -> Names:
+def fsdp1_optimizer_of_other_parameters() -> None:
     model = blocks()
     optimizer = torch.optim.AdamW(model.parameters())
-    with message:
-        sd.get_optimizer_state_dict(FSDP(model, use_orig_params=False), optimizer)
-    return {}
+    sd.get_optimizer_state_dict(FSDP(model, use_orig_params=False), optimizer)
 
 
 @provoked
-def quantization_state_of_a_dtensor(message: Message) -> Names:
+def quantization_state_of_a_dtensor() -> None:
     def with_state(_: nn.Module, state: dict[str, Tensor], prefix: str, __: Any) -> None:
         state[f"{prefix}weight.absmax"] = torch.ones(1)  # as bitsandbytes' Linear4bit does
 
     model = blocks()
     model[0].register_state_dict_post_hook(with_state)
     fully_shard(model)
-    with message:
-        sd.get_model_state_dict(model)
-    return locals()
+    sd.get_model_state_dict(model)
 
 
 @provoked
-def unscaled_twice(message: Message) -> Names:
+def unscaled_twice() -> None:
     model = sharded()
     optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
     scaler.scale(model(x).sum()).backward()
     scaler.unscale_(optimizer)
-    with message:
-        scaler.unscale_(optimizer)
-    return locals()
+    scaler.unscale_(optimizer)
+
+
+@provoked(fresh=True)
+def no_nccl_built_in() -> None:
+    dist.new_group(backend="nccl")
 
 
 @provoked
-def no_nccl_built_in(message: Message) -> Names:
-    with message:
-        dist.new_group(backend="nccl")
-    return {"fresh": True}
-
-
-@provoked
-def distribute_to_another_mesh(message: Message) -> Names:
+def distribute_to_another_mesh() -> None:
     t = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
     other = init_device_mesh("cpu", (1, 2))
-    with message:
-        distribute_tensor(t, other, [Replicate(), Shard(0)])
-    return locals()
+    distribute_tensor(t, other, [Replicate(), Shard(0)])
 
 
 @provoked
-def lightning_no_model_in_state(message: Message) -> Names:
+def lightning_no_model_in_state() -> None:
     from lightning.fabric.strategies import FSDPStrategy
 
     strategy, folder = FSDPStrategy(), shared_folder()
-    with message:
-        strategy.save_checkpoint(f"{folder}/plain", {"model": blocks()})
-    return locals()
+    strategy.save_checkpoint(f"{folder}/plain", {"model": blocks()})
 
 
 @provoked
-def lightning_no_valid_checkpoint(message: Message) -> Names:
+def lightning_no_valid_checkpoint() -> None:
     from lightning.fabric.strategies import FSDPStrategy
 
     strategy, folder = FSDPStrategy(), shared_folder()
-    with message:
-        strategy.load_checkpoint(folder, {"model": FSDP(blocks())})
-    return locals()
+    strategy.load_checkpoint(folder, {"model": FSDP(blocks())})
 
 
 @provoked
-def accelerate_one_model(message: Message) -> Names:
+def accelerate_one_model() -> None:
     accelerator_, trained, frozen = accelerator(), blocks(), blocks()
-    with message:
-        accelerator_.prepare(trained, frozen, torch.optim.AdamW(trained.parameters()))
-    return locals()
+    accelerator_.prepare(trained, frozen, torch.optim.AdamW(trained.parameters()))
 
 
 @provoked
-def accelerate_parallelism_size(message: Message) -> Names:
+def accelerate_parallelism_size() -> None:
     from accelerate.parallelism_config import ParallelismConfig
 
     accelerator_ = accelerator()
-    with message:
-        ParallelismConfig(dp_shard_size=4)._validate_accelerator(accelerator_)
-    return locals()
+    ParallelismConfig(dp_shard_size=4)._validate_accelerator(accelerator_)
 
 
 # ---- by raise sites --------------------------------------------------------------------------------------
 
 
 @provoked
-def fsdp1_state_dict_types_differ(message: Message) -> Names:
+def fsdp1_state_dict_types_differ() -> None:
     model = FSDP(nn.Sequential(FSDP(nn.Linear(8, 8)), nn.Linear(8, 8)))
     FullyShardedDataParallel.set_state_dict_type(model.module[0], StateDictType.SHARDED_STATE_DICT)
-    with message:
-        FullyShardedDataParallel.get_state_dict_type(model)
-    return locals()
+    FullyShardedDataParallel.get_state_dict_type(model)
 
 
 @provoked
-def fsdp1_ignored_twice(message: Message) -> Names:
-    model = blocks()
-    with message:
-        FSDP(model, ignored_modules=[model[0]], ignored_states=[model[0]])
-    return locals()
-
-
-@provoked
-def fsdp1_optimizer_state_of_another_shape(message: Message) -> Names:
+def fsdp1_optimizer_state_of_another_shape() -> None:
     model = FSDP(blocks(), use_orig_params=False)
     optimizer = torch.optim.AdamW(model.parameters())
     model(x).sum().backward()
@@ -2241,233 +1604,145 @@ def fsdp1_optimizer_state_of_another_shape(message: Message) -> Names:
     wrong = copy.deepcopy(state)
     for one in wrong["state"].values():
         one["exp_avg"] = torch.ones(3)
-    with message:
-        FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, wrong)
-    return locals()
+    FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, wrong)
 
 
 @provoked
-def several_roots(message: Message) -> Names:
-    model = blocks()
-    fully_shard([model[0], model[1]])
-    with message:
-        model[0](x)
-    model = blocks()
-    return locals()
+def several_roots() -> None:
+    model, wrong = blocks(), blocks()
+    fully_shard([wrong[0], wrong[1]])
+    wrong[0](x)
 
 
 @provoked
-def reshard_after_forward_as_text(message: Message) -> Names:
-    with message:
-        fully_shard(blocks(), reshard_after_forward="FULL_SHARD")
-    model = blocks()
-    return locals()
-
-
-@provoked
-def prefetch_of_unsharded_modules(message: Message) -> Names:
-    model = fully_shard(blocks())
-    with message:
-        model.set_modules_to_forward_prefetch([model[0]])
-    model = sharded()
-    return locals()
-
-
-@provoked
-def checkpoint_without_id(message: Message) -> Names:
+def checkpoint_without_id() -> None:
     model, folder = sharded(), shared_folder()
-    with message:
-        dcp.save(model.state_dict())
-    return locals()
+    dcp.save(model.state_dict())
 
 
 @provoked
-def optimizer_state_that_cannot_be_flattened(message: Message) -> Names:
+def optimizer_state_that_cannot_be_flattened() -> None:
     model = sharded()
     optimizer = torch.optim.AdamW(model.parameters())
     model(x).sum().backward()
     optimizer.step()
     optimizer.state[model[0].weight]["kind"] = "matrix"
-    with message:
-        sd.get_optimizer_state_dict(
-            model, optimizer, options=sd.StateDictOptions(flatten_optimizer_state_dict=True)
-        )
-    return locals()
+    sd.get_optimizer_state_dict(
+        model, optimizer, options=sd.StateDictOptions(flatten_optimizer_state_dict=True)
+    )
 
 
 @provoked
-def rank_not_in_group(message: Message) -> Names:
+def rank_not_in_group() -> None:
     groups = [dist.new_group([rank]) for rank in range(2)]
     rank = dist.get_rank()
-    with message:
-        dist.broadcast(torch.ones(1), src=1 - rank, group=groups[rank])
-    return locals()
+    dist.broadcast(torch.ones(1), src=1 - rank, group=groups[rank])
 
 
 @provoked
-def collective_of_a_number(message: Message) -> Names:
-    with message:
-        dist.all_reduce(1.5)
-    return locals()
-
-
-@provoked
-def reentrant_checkpoint_with_grad(message: Message) -> Names:
+def reentrant_checkpoint_with_grad() -> None:
     block, inputs = blocks(), x.clone().requires_grad_()
-    with message:
-        torch.autograd.grad(checkpoint(block, inputs, use_reentrant=True).sum(), inputs)
-    return locals()
+    torch.autograd.grad(checkpoint(block, inputs, use_reentrant=True).sum(), inputs)
+
+
+@provoked(fresh=True)
+def ddp_models_differ() -> None:
+    nn.parallel.DistributedDataParallel(blocks(1 + dist.get_rank()))
 
 
 @provoked
-def ddp_nothing_to_train(message: Message) -> Names:
-    model = blocks().requires_grad_(False)
-    with message:
-        nn.parallel.DistributedDataParallel(model)
-    return locals()
-
-
-@provoked
-def ddp_models_differ(message: Message) -> Names:
-    with message:
-        nn.parallel.DistributedDataParallel(blocks(1 + dist.get_rank()))
-    return {"fresh": True}
-
-
-@provoked
-def accelerate_quantized_on_another_device(message: Message) -> Names:
+def accelerate_quantized_on_another_device() -> None:
     accelerator_, model = accelerator(), blocks()
     model.is_loaded_in_4bit, model.hf_device_map = True, {"": "cuda:1"}
-    with message:
-        accelerator_.prepare_model(model)
-    return locals()
+    accelerator_.prepare_model(model)
 
 
 @provoked
-def accelerate_sync_module_states(message: Message) -> Names:
-    from accelerate import FullyShardedDataParallelPlugin
+def accelerate_sync_module_states() -> None:
     from accelerate.utils import load_fsdp_model
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1, state_dict_type="FULL_STATE_DICT")
     accelerator_, model, folder = accelerator(), blocks(), tempfile.mkdtemp()
     accelerator_.state.fsdp_plugin = plugin
-    with message:
-        load_fsdp_model(plugin, accelerator_, model, folder)
     torch.save(model.state_dict(), f"{folder}/pytorch_model_fsdp.bin")
-    return locals()
+    load_fsdp_model(plugin, accelerator_, model, folder)
 
 
 @provoked
-def accelerate_unknown_keys(message: Message) -> Names:
+def accelerate_unknown_keys() -> None:
     from accelerate.commands.config.config_args import ClusterConfig
 
     file = Path(tempfile.mkdtemp()) / "config.yaml"
     file.write_text("distributed_type: FSDP\nfsdp_sharding: 1\n")
-    with message:
-        ClusterConfig.from_yaml_file(file)
-    return locals()
+    ClusterConfig.from_yaml_file(file)
 
 
 @provoked
-def accelerate_cpu_offload_of_another_version(message: Message) -> Names:
-    from accelerate import FullyShardedDataParallelPlugin
+def accelerate_cpu_offload_of_another_version() -> None:
     from torch.distributed.fsdp import CPUOffload
 
-    with message:
-        FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=CPUOffload(True))
-    return locals()
+    fsdp2_plugin(cpu_offload=CPUOffload(True))
 
 
 @provoked
-def accelerate_save_meta(message: Message) -> Names:
+def accelerate_save_meta() -> None:
     accelerator_, folder = accelerator(), tempfile.mkdtemp()
-    with message, torch.device("meta"):
+    with torch.device("meta"):
         accelerator_.save_model(blocks(), folder)
-    return locals()
 
 
 @provoked
-def accelerate_auto_wrap_policy(message: Message) -> Names:
-    from accelerate import FullyShardedDataParallelPlugin
-
-    with message:
-        FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="always")
-    return locals()
-
-
-@provoked
-def trainer_quantized(message: Message) -> Names:
-    import transformers
-
+def trainer_quantized() -> None:
     model, args = blocks(), arguments()
     model.is_quantized = True
-    with message:
-        transformers.Trainer(model, args)
-    return locals()
+    transformers.Trainer(model, args)
 
 
 @provoked
-def trainer_option_of_fsdp1(message: Message) -> Names:
-    with message:
-        arguments(fsdp="hybrid_shard")
-    return locals()
-
-
-@provoked
-def lightning_fsdp_on_cpu(message: Message) -> Names:
+def lightning_fsdp_on_cpu() -> None:
     from lightning.fabric import Fabric
 
-    with message:
-        Fabric(strategy="fsdp", accelerator="cpu")
-    return locals()
+    Fabric(strategy="fsdp", accelerator="cpu")
 
 
 @provoked
-def lightning_original_parameters(message: Message) -> Names:
+def lightning_original_parameters() -> None:
     from lightning.fabric.strategies import FSDPStrategy
 
     model = blocks()
-    with message:
-        FSDPStrategy(use_orig_params=False).setup_module_and_optimizers(model, [])
-    return locals()
+    FSDPStrategy(use_orig_params=False).setup_module_and_optimizers(model, [])
 
 
 @provoked
-def lightning_several_models(message: Message) -> Names:
+def lightning_several_models() -> None:
     from lightning.fabric.strategies import FSDPStrategy
 
     strategy, folder = FSDPStrategy(), shared_folder()
     models = {"student": FSDP(blocks()), "teacher": FSDP(blocks())}
-    with message:
-        strategy.save_checkpoint(f"{folder}/two", models)
-    return locals()
+    strategy.save_checkpoint(f"{folder}/two", models)
 
 
 @provoked
-def lightning_fsdp1_under_model_parallel(message: Message) -> Names:
+def lightning_fsdp1_under_model_parallel() -> None:
     from lightning.fabric.strategies import ModelParallelStrategy
 
     strategy = ModelParallelStrategy(lambda model, mesh: model)
-    with message:
-        strategy.setup_module(FSDP(blocks()))
-    return locals()
+    strategy.setup_module(FSDP(blocks()))
 
 
-@provoked
-def unused_parameters_ddp_or_fsdp(message: Message) -> Names:
+@provoked(fresh=True)
+def unused_parameters_ddp_or_fsdp() -> None:
     class Partly(Words):
         def forward(self, tokens: Tensor) -> Tensor:
             return self.blocks[0](self.embedding(tokens))
 
     model = nn.parallel.DistributedDataParallel(Partly())
-    with message:
-        for _ in range(2):
-            model(tokens).sum().backward()
-    return {"fresh": True, **locals()}
+    for _ in range(2):
+        model(tokens).sum().backward()
 
 
-@provoked
-def ddp_ready_twice(message: Message) -> Names:
+@provoked(fresh=True)
+def ddp_ready_twice() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -2478,30 +1753,157 @@ def ddp_ready_twice(message: Message) -> Names:
 
     inputs, block = x.clone().requires_grad_(), blocks()
     model = nn.parallel.DistributedDataParallel(Twice(), find_unused_parameters=True)
-    with message:
-        model(inputs).sum().backward()
-    return {"fresh": True, **locals()}
+    model(inputs).sum().backward()
 
 
 @provoked
-def accelerate_size_of_units(message: Message) -> Names:
-    from accelerate import FullyShardedDataParallelPlugin
-
-    with message:
-        FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=1e8)
-    return locals()
-
-
-@provoked
-def checkpoint_exception(message: Message) -> Names:
+def checkpoint_exception() -> None:
     class Failing(dcp.DefaultSavePlanner):
         def create_local_plan(self) -> Any:
             raise OSError("no space left")
 
     folder, state = shared_folder(), sharded().state_dict()
-    with message:
-        dcp.save(state, checkpoint_id=folder, planner=Failing())
-    return locals()
+    dcp.save(state, checkpoint_id=folder, planner=Failing())
+
+
+# ---- one call --------------------------------------------------------------------------------------------
+
+
+def raise_by(make: Callable[[], Any], call: Callable[[Any], object]) -> None:
+    model = make()
+    call(model)
+
+
+# By id: what makes the `model` that the cure speaks of, and the call that raises the message.
+ONE_CALL: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "fsdp-needs-an-accelerator": (blocks, FullyShardedDataParallel),
+    "fsdp1-sync-module-states-on-cpu": (blocks, lambda model: FSDP(model, sync_module_states=True)),
+    "fsdp1-manual-hybrid": (
+        blocks,
+        lambda model: FSDP(blocks(), sharding_strategy=ShardingStrategy.HYBRID_SHARD),
+    ),
+    "deepcopy-unsupported": (sharded, copy.deepcopy),
+    "containers-without-forward": (Words, lambda model: fully_shard(model.blocks)),
+    "hsdp-mesh-without-names": (
+        blocks,
+        lambda model: fully_shard(blocks(), mesh=init_device_mesh("cpu", (1, 2))),
+    ),
+    "reshard-factor": (blocks, lambda model: fully_shard(blocks(), reshard_after_forward=3)),
+    "uneven-sharding-on-dim": (
+        lambda: nn.Linear(7, 4),
+        lambda model: fully_shard(
+            nn.Linear(7, 4), shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1)
+        ),
+    ),
+    "generate-mixed": (lambda: fully_shard(Words()), lambda model: model.generate(tokens)),
+    "limit-all-gathers-of-fsdp2": (blocks, lambda model: fully_shard(blocks(), limit_all_gathers=True)),
+    "no-such-forward-method": (
+        lambda: fully_shard(Words()),
+        lambda model: register_fsdp_forward_method(model, "sample"),
+    ),
+    "pickle-fsdp-module": (sharded, lambda model: torch.save(model, io.BytesIO())),
+    "full-tensor-of-a-plain-tensor": (
+        lambda: fully_shard(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))),
+        lambda model: [tensor.full_tensor() for tensor in model.state_dict().values()],
+    ),
+    "muon-two-dimensions": (sharded, lambda model: torch.optim.Muon(model.parameters())),
+    "mesh-bigger-than-world": (
+        blocks,
+        lambda model: init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
+    ),
+    "mesh-names-and-shape": (
+        blocks,
+        lambda model: init_device_mesh("cpu", (2,), mesh_dim_names=("replicate", "shard")),
+    ),
+    "no-sharding-strategy": (sharded, lambda model: torch.renorm(model[0].weight.detach(), 2, 0, 1.0)),
+    "initialized-twice": (
+        blocks,
+        lambda model: dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1),
+    ),
+    "trainer-unknown-option": (blocks, lambda model: arguments(fsdp="full_shard hybrid")),
+    "fsdp1-mixed-precision-policy": (
+        blocks,
+        lambda model: FSDP(
+            blocks(),
+            mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        ),
+    ),
+    "ignored-params-of-fsdp1": (blocks, lambda model: FSDP(model, ignored_params=set(model[0].parameters()))),
+    "fsdp1-state-dict-type-none": (
+        lambda: FSDP(blocks()),
+        lambda model: FullyShardedDataParallel.set_state_dict_type(model, None),
+    ),
+    "group-size-and-world-size": (blocks, lambda model: dist.new_subgroups(3)),
+    "fsdp1-gradients-of-gradients": (
+        blocks,
+        lambda model: FSDP(blocks())(x).square().sum().backward(create_graph=True),
+    ),
+    "arguments-of-fsdp1": (
+        blocks,
+        lambda model: fully_shard(blocks(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear})),
+    ),
+    "cannot-import-from-fsdp": (
+        blocks,
+        lambda model: exec("from torch.distributed.fsdp import name_of_a_newer_torch"),
+    ),
+    "integer-parameter-with-gradient": (
+        blocks,
+        lambda model: fully_shard(nn.ParameterList([nn.Parameter(torch.ones(8, 8, dtype=torch.uint8))])),
+    ),
+    "numpy-of-dtensor": (sharded, lambda model: model[0].weight.detach().numpy()),
+    "collective-of-dtensor": (sharded, lambda model: dist.broadcast(model[0].weight, 0)),
+    "collective-without-a-kernel": (
+        blocks,
+        lambda model: torch.ops.fsdp.all_gather_copy_in(
+            [torch.ones(4).to_sparse()], torch.ones(8), [4], 4, 0
+        ),
+    ),
+    "arguments-of-another-torch": (
+        blocks,
+        lambda model: FSDP(blocks(), mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
+    ),
+    "redistribute-to-partial": (sharded, lambda model: model[0].weight.redistribute(placements=[Partial()])),
+    "sharding-strategy-by-number": (blocks, lambda model: ShardingStrategy(0)),
+    "sharding-strategy-as-text": (blocks, lambda model: FSDP(blocks(), sharding_strategy="FULL_SHARD")),
+    "fsdp1-ignored-twice": (
+        blocks,
+        lambda model: FSDP(model, ignored_modules=[model[0]], ignored_states=[model[0]]),
+    ),
+    "reshard-after-forward-as-text": (
+        blocks,
+        lambda model: fully_shard(blocks(), reshard_after_forward="FULL_SHARD"),
+    ),
+    "prefetch-of-unsharded-modules": (
+        sharded,
+        lambda model: fully_shard(blocks()).set_modules_to_forward_prefetch([nn.Linear(8, 8)]),
+    ),
+    "collective-of-a-number": (blocks, lambda model: dist.all_reduce(1.5)),
+    "ddp-nothing-to-train": (lambda: blocks().requires_grad_(False), nn.parallel.DistributedDataParallel),
+    "accelerate-local-state-dict": (blocks, lambda model: fsdp2_plugin(state_dict_type="LOCAL_STATE_DICT")),
+    "accelerate-reshard-string": (blocks, lambda model: fsdp2_plugin(reshard_after_forward="FULL_SHARD")),
+    "accelerate-forward-prefetch": (blocks, lambda model: fsdp2_plugin(forward_prefetch=True)),
+    "trainer-two-checkpointings": (
+        blocks,
+        lambda model: transformers.Trainer(
+            blocks(),
+            arguments(
+                fsdp=True, fsdp_config={"activation_checkpointing": True}, activation_checkpointing=True
+            ),
+        ),
+    ),
+    "accelerate-reshard-bool": (
+        blocks,
+        lambda model: FullyShardedDataParallelPlugin(fsdp_version=1, reshard_after_forward=True),
+    ),
+    "accelerate-auto-wrap-policy": (blocks, lambda model: fsdp2_plugin(auto_wrap_policy="always")),
+    "accelerate-size-of-units": (
+        blocks,
+        lambda model: fsdp2_plugin(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=1e8),
+    ),
+    "trainer-option-of-fsdp1": (blocks, lambda model: arguments(fsdp="hybrid_shard")),
+}
+PROVOKED |= {name: (functools.partial(raise_by, *row), 30, False) for name, row in ONE_CALL.items()}
 
 
 # ---- what ends the process -------------------------------------------------------------------------------

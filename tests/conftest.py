@@ -20,13 +20,20 @@ PRELOAD += ["pytest", "tests.sharded", "tests.checkpoints"]
 # Ranks of these files import transformers, a second or more on each.
 WITH_TRANSFORMERS = {"test_between_steps", "test_series", "test_shard_placements", "test_transformer_blocks"}
 
-# Files of few tests that take long and mostly wait, for hosts and schedulers.
-WAITING = ("test_train_launched",)
+# Files that take long, or mostly wait, and would be among the last: a worker would end alone with one.
+LONG = (
+    "test_train_launched",
+    "test_series",
+    "test_ranks",
+    "test_two_hosts",
+    "test_train_stop",
+    "test_your_turn",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what waits, so that other files fill the time (with --no-loadscope-reorder)."""
-    items.sort(key=lambda item: item.path.stem not in WAITING)
+    """Begin with what takes long, so that other files fill the time (with --no-loadscope-reorder)."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
     if WITH_TRANSFORMERS & {item.path.stem for item in items}:
         PRELOAD.append("transformers.models.llama.modeling_llama")
 

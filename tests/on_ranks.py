@@ -43,3 +43,14 @@ def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def one_rank(backend: str = "gloo") -> Iterator[dist.ProcessGroup]:
+    """Make this process the only rank of a process group."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()

@@ -27,6 +27,7 @@ from torch.distributed.tensor import Replicate
 from fsdp_utils import record_collectives, run_on_ranks
 from fsdp_utils.answers import explain, raised_by, table
 from tests import answers_provoked
+from tests.on_ranks import on_ranks
 from tools.answers_page import PAGE, page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -303,28 +304,21 @@ def ties_after_to_empty() -> list[bool]:
     return tied
 
 
-def evidence() -> dict[str, Any]:
-    kinds = {"AdamW": torch.optim.AdamW, "Muon": torch.optim.Muon}
-    off = {
-        (name, plain): steps_on_shards(kind, plain) for name, kind in kinds.items() for plain in (False, True)
-    }
-    found = {"off": off, "means": running_means(), "sent": averages(), "ties": ties_after_to_empty()}
-    return found | {"accumulated": accumulated_gradients(), "shared": shared_weights()}
-
-
+@on_ranks()
 def test_questions_whose_evidence_is_here() -> None:
-    first, second = run_on_ranks(evidence, world_size=2)
-    assert first["off"]["AdamW", False] < 1e-5
-    assert first["off"]["AdamW", True] < 1e-5
-    assert first["off"]["Muon", True] > 0.1
-    assert first["means"] != second["means"]
-    assert first["sent"] == 0
-    of_means, of_rank, of_all = first["accumulated"]
+    for plain in (False, True):
+        assert steps_on_shards(torch.optim.AdamW, plain) < 1e-5
+    assert steps_on_shards(torch.optim.Muon, plain=True) > 0.1
+    means: list[Any] = [None, None]
+    dist.all_gather_object(means, running_means())
+    assert means[0] != means[1]
+    assert averages() == 0
+    of_means, of_rank, of_all = accumulated_gradients()
     assert of_means > 0.5
     assert of_rank > 0.3
     assert of_all < 1e-5
-    assert max(first["shared"]) < 1e-6
-    assert first["ties"] == [False, True]
+    assert max(shared_weights()) < 1e-6
+    assert ties_after_to_empty() == [False, True]
 
 
 class Adapted(nn.Module):
@@ -443,24 +437,18 @@ def norm_outside_the_plan() -> list[str]:
     return raised
 
 
-def more_evidence() -> tuple[Any, ...]:
-    same = importlib.import_module("torch.distributed._composable.fsdp").fully_shard is fully_shard
-    ways = adapters_after_to_empty(), gathers_of_optimizer_state(), consolidated(), offloaded()
-    return *ways, norm_outside_the_plan(), same
-
-
+@on_ranks()
 def test_questions_on_states_adapters_and_activations() -> None:
-    found = run_on_ranks(more_evidence, world_size=2)[0]
-    adapters, gathers, (files, same_weights), offload, raised, same_function = found
-    assert adapters == ([], True, True)
-    assert gathers == [0, 8]
-    assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    assert same_weights
-    assert max(error for error, _ in offload.values()) < 1e-6
-    assert 0 == offload["neither"][1] < offload["both"][1] < offload["offload"][1]
-    assert "got mixed torch.Tensor and DTensor" in raised[0]
-    assert raised[1] == ""
-    assert same_function
+    assert adapters_after_to_empty() == ([], True, True)
+    assert gathers_of_optimizer_state() == [0, 8]
+    assert consolidated() == ([f"model-0000{number}-of-00002.safetensors" for number in (1, 2)], True)
+    found = offloaded()
+    assert max(error for error, _ in found.values()) < 1e-6
+    assert 0 == found["neither"][1] < found["both"][1] < found["offload"][1]
+    mixed, local = norm_outside_the_plan()
+    assert "got mixed torch.Tensor and DTensor" in mixed
+    assert local == ""
+    assert importlib.import_module("torch.distributed._composable.fsdp").fully_shard is fully_shard
 
 
 # ---- the command -----------------------------------------------------------------------------------------

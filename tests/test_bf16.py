@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fsdp_utils import bf16_support, run_on_ranks
 from fsdp_utils.bf16 import main
-from tests.on_ranks import case, on_ranks
+from tests.on_ranks import case, fake_group, on_ranks, one_rank
 
 
 @contextmanager
@@ -174,19 +174,16 @@ class Stuck:
 
 
 def test_an_all_reduce_that_never_ends_is_told_and_aborted_and_not_waited_for() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     stuck = Stuck()
-    try:
-        with (
-            a_cpu(amx_bf16=True),
-            patch("fsdp_utils.precision.bf16.LIMIT_S", 0.2),
-            patch.object(dist, "all_reduce", lambda *arguments, **options: stuck),
-            patch.object(dist.distributed_c10d, "_abort_process_group", stuck.abort_group),
-            patch.object(dist, "destroy_process_group", stuck.destroy_group),
-        ):
-            support = bf16_support("cpu")
-    finally:
-        dist.destroy_process_group()
+    with (
+        one_rank(),
+        a_cpu(amx_bf16=True),
+        patch("fsdp_utils.precision.bf16.LIMIT_S", 0.2),
+        patch.object(dist, "all_reduce", lambda *arguments, **options: stuck),
+        patch.object(dist.distributed_c10d, "_abort_process_group", stuck.abort_group),
+        patch.object(dist, "destroy_process_group", stuck.destroy_group),
+    ):
+        support = bf16_support("cpu")
     assert (support.ready, support.network) == (False, False)
     assert support.reasons[-1] == "An all-reduce in bf16 did not end within 0.1 s. Check the network."
     assert stuck.aborted.is_set()
@@ -215,15 +212,8 @@ def test_a_rank_that_does_not_ask_is_not_waited_for_forever() -> None:
 def test_the_network_is_tried_where_there_is_one(
     backend: str, device: str, network: bool | None, words: str
 ) -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    store = FakeStore() if backend == "fake" else dist.HashStore()
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    try:
-        with a_gpu(), a_cpu(amx_bf16=True):
-            support = bf16_support(device)
-    finally:
-        dist.destroy_process_group()
+    with fake_group(1) if backend == "fake" else one_rank(backend), a_gpu(), a_cpu(amx_bf16=True):
+        support = bf16_support(device)
     assert support.network is network
     assert words in support.reasons[-1]
     assert support.ready

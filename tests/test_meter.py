@@ -1,4 +1,4 @@
-"""The meter's numbers, held against what can be worked out by hand for small models on two ranks."""
+"""The numbers of meter and probe, held against what can be worked out by hand for small models."""
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fsdp_utils.lessons.meter import Meter
+from fsdp_utils.lessons.probe import Probe
 from tests.on_ranks import on_ranks
 
 WIDTH = 8
@@ -93,3 +94,39 @@ def test_the_functional_collectives_of_dtensor_count_as_well() -> None:
         DTensor.from_local(piece, mesh, [Shard(0)]).redistribute(mesh, [Replicate()]).to_local()
         DTensor.from_local(piece, mesh, [Partial()]).redistribute(mesh, [Shard(0)]).to_local()
     assert (meter.all_gathers, meter.reduce_scatters, meter.gathered_bytes) == (1, 1, 2 * WIDTH * 4)
+
+
+# ---- the probe -------------------------------------------------------------------------------------------
+
+
+def probed(steps: int, sharded: bool) -> tuple[list[int], bool]:
+    model = layers()
+    model[0].requires_grad_(False)
+    with Probe(model) as probe:
+        if sharded:
+            for layer in model:
+                fully_shard(layer)
+            fully_shard(model)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        other = torch.optim.SGD(nn.Linear(2, 2).parameters())
+        for _ in range(steps):
+            model(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            other.step()
+    optimizer.step()  # outside: not seen
+    return probe.row(), probe.optimizer is optimizer
+
+
+@on_ranks()
+def test_what_is_held_sent_and_full_at_once() -> None:
+    half = LAYER_BYTES // 2
+    # a frozen layer has no gradient and no averages; its weight is not needed in backward, but is gathered
+    expected = [3 * half, 2 * half, 4 * half, 6 * LAYER_BYTES, 2 * LAYER_BYTES, 2 * LAYER_BYTES]
+    assert probed(4, True) == (expected, True)
+
+
+def test_without_fsdp_and_without_enough_steps() -> None:
+    held = [3 * LAYER_BYTES, 2 * LAYER_BYTES, 4 * LAYER_BYTES]
+    assert probed(4, False) == ([*held, 0, 0, 0], True)
+    assert probed(1, False) == ([0] * 6, True)

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_utils import load_distributed, record_collectives, run_on_ranks, save_distributed
-from fsdp_utils.checkpoint import CheckpointError
+from fsdp_utils import record_collectives, run_on_ranks
+from tests.on_ranks import on_ranks
 
 
 class Momentum8bit(torch.optim.Optimizer):
@@ -52,18 +52,14 @@ def trained(optimizer_class: Any, steps: int, **options: Any) -> tuple[nn.Linear
     return model, optimizer
 
 
-def came_back(folder: str, by: str, plain: bool) -> tuple[bool, torch.dtype]:
-    """Save the states of a step, load them; return whether this rank's are right, and the codes' dtype."""
+def came_back(folder: str, plain: bool) -> tuple[bool, torch.dtype]:
+    """Save the states of a step with DCP, load them; whether this rank's are right, and the codes' dtype."""
     model, optimizer = trained(Momentum8bit, 1, plain=plain)
     other_model, other = trained(Momentum8bit, 0, plain=plain)
-    if by == "save_distributed":
-        save_distributed(folder, model, optimizer, step=1)
-        load_distributed(folder, other_model, other)
-    else:
-        dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
-        state = get_optimizer_state_dict(other_model, other)
-        dcp.load({"optimizer": state}, checkpoint_id=folder)
-        set_optimizer_state_dict(other_model, other, state)
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    state = get_optimizer_state_dict(other_model, other)
+    dcp.load({"optimizer": state}, checkpoint_id=folder)
+    set_optimizer_state_dict(other_model, other, state)
     there, back = optimizer.state[model.weight], other.state[other_model.weight]
     pairs = [[full(state[name]) for state in (there, back)] for name in there]
     return all(torch.equal(*pair) for pair in pairs), back["codes"].dtype
@@ -73,21 +69,17 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float()
 
 
-def test_8bit_states_that_are_dtensors_come_back_right_from_both(tmp_path: Path) -> None:
-    for by, dtype in (("save_distributed", torch.int8), ("dcp", torch.float32)):
-        found = run_on_ranks(came_back, str(tmp_path / by), by, False, world_size=2)
-        assert found == [(True, dtype)] * 2
+@on_ranks()
+def test_8bit_states_come_back_from_dcp_in_float32_and_plain_ones_are_mixed_up(tmp_path: Path) -> None:
+    """tests/test_checkpoint_optimizers.py has both for save_distributed."""
+    assert came_back(str(tmp_path / "sharded"), False) == (True, torch.float32)
+    right = [False, False]
+    dist.all_gather_object(right, came_back(str(tmp_path / "plain"), True)[0])
+    assert right != [True, True]
 
 
-def test_plain_8bit_states_are_refused_by_save_distributed_and_mixed_up_by_dcp(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="on all ranks"):
-        run_on_ranks(came_back, str(tmp_path / "ours"), "save_distributed", True, world_size=2)
-    found = run_on_ranks(came_back, str(tmp_path / "dcp"), "dcp", True, world_size=2)
-    assert [right for right, _ in found] != [True, True]
-
-
-def states_in_host_memory() -> tuple[bool, list[str]]:
-    """Move AdamW's states before and after its steps; return whether it trains as without, and the moves."""
+@on_ranks()
+def test_hooks_of_an_optimizer_may_move_its_states_around_each_step() -> None:
     moves: list[str] = []
 
     def moved_to(place: str) -> Any:
@@ -107,12 +99,7 @@ def states_in_host_memory() -> tuple[bool, list[str]]:
         return optimizer
 
     hooked, _ = trained(with_hooks, 3)
-    return torch.equal(full(plain.weight), full(hooked.weight)), moves
-
-
-def test_hooks_of_an_optimizer_may_move_its_states_around_each_step() -> None:
-    (same, moves), _ = run_on_ranks(states_in_host_memory, world_size=2)
-    assert same
+    assert torch.equal(full(plain.weight), full(hooked.weight))
     assert len(moves) == 5  # before the first step there is no state
 
 
@@ -142,23 +129,6 @@ def test_dtensor_needs_more_collectives_for_a_large_matrix() -> None:
     assert run_on_ranks(collectives_of_muon, 1024, world_size=3)[0] == 26
 
 
-def errors_of_mixed_parameters() -> dict[str, str]:
-    """Return what an optimizer or a call raises, by its name; "" where it raises nothing."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    fully_shard(model, ignored_params=set(model[0].parameters()))
-    model(torch.randn(4, 8)).sum().backward()
-    groups = [{"params": list(layer.parameters())} for layer in model]
-    flat = FSDP(nn.Linear(8, 8), use_orig_params=True, device_id=torch.device("cpu"))
-    calls = {
-        "foreach": lambda: torch.optim.AdamW(model.parameters(), foreach=True).step(),
-        "fused": lambda: torch.optim.AdamW(model.parameters(), fused=True).step(),
-        "foreach, grouped": lambda: torch.optim.AdamW(groups, foreach=True).step(),
-        "fused, grouped": lambda: torch.optim.AdamW(groups, fused=True).step(),
-        "Muon, FSDP1": lambda: torch.optim.Muon(flat.parameters()),
-    }
-    return {name: error_of(call) for name, call in calls.items()}
-
-
 def error_of(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -167,9 +137,16 @@ def error_of(call: Callable[[], Any]) -> str:
     return ""
 
 
+@on_ranks()
 def test_a_group_for_sharded_and_one_for_ignored_parameters_and_no_muon_for_flat_ones() -> None:
-    found = run_on_ranks(errors_of_mixed_parameters, world_size=2)[0]
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model, ignored_params=set(model[0].parameters()))
+    model(torch.randn(4, 8)).sum().backward()
+    groups = [{"params": list(layer.parameters())} for layer in model]
     for way in ("foreach", "fused"):
-        assert "got mixed torch.Tensor and DTensor" in found[way]
-        assert found[f"{way}, grouped"] == ""
-    assert "Muon only supports 2D parameters" in found["Muon, FSDP1"]
+        mixed = error_of(lambda way=way: torch.optim.AdamW(model.parameters(), **{way: True}).step())
+        assert "got mixed torch.Tensor and DTensor" in mixed
+        assert error_of(lambda way=way: torch.optim.AdamW(groups, **{way: True}).step()) == ""
+    flat = FSDP(nn.Linear(8, 8), use_orig_params=True, device_id=torch.device("cpu"))
+    muon = error_of(lambda: torch.optim.Muon(flat.parameters()))
+    assert "Muon only supports 2D parameters" in muon

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from tests.notebook_kernel import WHOLE, Notebook, usable
+from tests.notebook_kernel import IMPORTS, WHOLE, Notebook, usable
 
 VOID = "models sharded before are void"
 
@@ -41,13 +41,26 @@ def four(started: Notebook) -> Iterator[Notebook]:
         yield started
 
 
+@pytest.fixture(scope="module")
+def watched() -> Iterator[Notebook]:
+    """A notebook with four ranks, and a person who watches it."""
+    notebook = Notebook(interactive=True)
+    notebook.run("from fsdp_utils.notebook import cell, ranks; cell.WAITING_S = 2.0")  # else 5
+    started = notebook.run("ranks.start(4)")
+    assert started.streamed[0] == "starting the ranks: importing torch ..."
+    assert started.text.rpartition("\r")[2] == "4 ranks in one process group (gloo on CPU)\n"
+    notebook.run(IMPORTS)
+    yield notebook
+    notebook.close()
+
+
 @pytest.fixture
 def another() -> Iterator[Callable[..., Notebook]]:
     """Makes further notebooks and closes them."""
     made: list[Notebook] = []
 
-    def make(*, interactive: bool = False) -> Notebook:
-        made.append(Notebook(interactive=interactive))
+    def make() -> Notebook:
+        made.append(Notebook())
         made[-1].run("from fsdp_utils.notebook import ranks")
         return made[-1]
 
@@ -289,64 +302,92 @@ def test_every_port_is_on_the_loopback_interface(four: Notebook) -> None:
     assert addresses == {"127.0.0.1"}
 
 
-def test_before_the_start_a_cell_says_what_to_do(another: Callable[..., Notebook]) -> None:
-    notebook = another()
-    assert "Call ranks.start()" in notebook.run("%%ranks\n1").error
-    notebook.run("import os; os.environ['FSDP_RANKS'] = 'many'")
-    assert (
-        notebook.run("ranks.start()").error
-        == "ValueError: FSDP_RANKS should be a number of ranks, found 'many'."
-    )
-    told = notebook.run("ranks.start(2, device='cuda')").error
-    assert told.startswith("ValueError: ranks.start(")
-    assert "Leave device out" in told or "leave device out" in told
-
-
-def test_another_number_of_ranks_replaces_them_and_two_notebooks_never_meet(
+def test_before_the_start_a_cell_says_what_to_do_and_another_number_of_ranks_replaces_them(
     four: Notebook, another: Callable[..., Notebook]
 ) -> None:
     notebook = another()
-    notebook.run("import os; os.environ['FSDP_RANKS'] = '2'")
-    before_it = notebook.run("import sys; 'sched' in sys.modules").value
+    assert "Call ranks.start()" in notebook.run("%%ranks\n1").error
+    notebook.run("import os, sys; os.environ['FSDP_RANKS'] = 'many'")
+    many = "ValueError: FSDP_RANKS should be a number of ranks, found 'many'."
+    assert notebook.run("ranks.start()").error == many
+    notebook.run("os.environ['FSDP_RANKS'] = '2'")
+    before_it = notebook.run("'sched' in sys.modules").value
     assert notebook.run("ranks.start(preload=['sched'])").text.startswith("2 ranks in one")
     assert (before_it, notebook.run("'sched' in sys.modules").value) == ("False", "True")
     imported = "%%ranks\nimport sys\n{'sched', 'torch._dynamo'} <= {*sys.modules}"  # the latter always
     assert notebook.run(imported).text == "all ranks | True\n"
     assert notebook.run(WHOLE).text == "all ranks | 2.0\n"
-    assert four.run(WHOLE).text == "all ranks | 4.0\n"
+    assert four.run(WHOLE).text == "all ranks | 4.0\n"  # two notebooks never meet
     before = ranks_of(notebook)
     assert notebook.run("ranks.start(3)").text.startswith("3 ranks in one")
     assert notebook.run(WHOLE).text == "all ranks | 3.0\n"
     assert not any(process.is_running() for process in before)
 
 
-def test_to_a_person_a_collective_that_some_ranks_have_not_entered_is_reported_while_it_waits(
-    another: Callable[..., Notebook],
+# ---- to a person who watches: lines are labelled, merged where they agree, and shown as they come ----
+
+
+@pytest.mark.parametrize(
+    ("chosen", "source", "shown"),
+    [
+        ("", "print('a\\nb')", ["all ranks | a", "all ranks | b"]),
+        ("1", "print('a')", ["rank 1 | a"]),
+        ("0,2", "print('a')", ["ranks 0, 2 | a"]),
+        ("0,1", "print('a') if rank == 0 else None", ["rank 0 | a"]),
+        ("0,1", "for _ in range(1 + rank): print('a')", ["ranks 0, 1 | a", "rank 1 | a"]),
+        ("0", "print('a\\n\\nb', end='')", ["rank 0 | a", "rank 0 |", "rank 0 | b"]),
+        ("0", "print(' 10%\\r 50%\\r100%\\ndone')", ["rank 0 | 100%", "rank 0 | done"]),
+        (
+            "0,1",
+            "print('same\\nown', rank)\nif rank: print('more', rank)\nprint('end')",
+            ["ranks 0, 1 | same", "rank 0 | own 0", "rank 1 | own 1", "rank 1 | more 1", "ranks 0, 1 | end"],
+        ),
+    ],
+)
+def test_at_the_end_common_lines_are_shown_once_and_the_rest_by_rank(
+    watched: Notebook, chosen: str, source: str, shown: list[str]
 ) -> None:
-    notebook = another(interactive=True)
-    started = notebook.run("ranks.start(4)")
-    assert started.streamed[0] == "starting the ranks: importing torch ..."
-    assert started.text.rpartition("\r")[2] == "4 ranks in one process group (gloo on CPU)\n"
-    notebook.run("from fsdp_utils.notebook import cell; cell.WAITING_S = 2.0")  # else 5
-    waited = notebook.run(
-        "%%ranks\nimport time, torch, torch.distributed as dist\n"
-        "if dist.get_rank() == 2:\n    time.sleep(4)\ndist.all_reduce(torch.ones(1))"
+    assert watched.run(f"%%ranks {chosen}\n{source}").text.splitlines() == shown
+
+
+def test_meanwhile_each_line_is_shown_as_it_is_finished(watched: Notebook) -> None:
+    shown = watched.run(
+        "%%ranks 0\nfor text in ('one\\ntw', 'o\\n', '\\r 10%', '\\r 20%'):\n"
+        "    print(text, end='', flush=True); time.sleep(0.5)"
     )
+    told = "".join(shown.streamed)
+    assert told.startswith("rank 0 | one\nrank 0 | two\n")
+    assert "\rrank 0 |  10%" in told  # a progress bar moves while it runs
+    assert shown.cleared
+    assert shown.text.splitlines() == ["rank 0 | one", "rank 0 | two", "rank 0 |  20%"]
+
+
+def test_a_collective_that_some_ranks_have_not_entered_is_reported_while_it_waits(watched: Notebook) -> None:
+    waited = watched.run("%%ranks\nif rank == 2:\n    time.sleep(4)\ndist.all_reduce(x)")
     told = [piece.strip() for piece in waited.streamed]
     running = next(index for index, line in enumerate(told) if line.startswith("running on all ranks"))
-    report = told.index("rank 2: at line 3; ranks 0, 1, 3: waiting in all_reduce (line 4)")
+    report = told.index("rank 2: at line 2; ranks 0, 1, 3: waiting in all_reduce (line 3)")
     assert running < report
-    alone = notebook.run("%%ranks 1 --timeout 4\nimport torch\ndist.barrier()")
-    assert any(
-        piece.strip() == "ranks 0, 2, 3: not in this cell; rank 1: waiting in barrier (line 2)"
-        for piece in alone.streamed
-    )
+    alone = watched.run("%%ranks 1 --timeout 4\ndist.barrier()")
+    told = [piece.strip() for piece in alone.streamed]
+    assert "ranks 0, 2, 3: not in this cell; rank 1: waiting in barrier (line 1)" in told
     assert alone.error.startswith("RankError: rank 1 raised")
     assert (waited.text, waited.cleared, waited.error) == ("", True, "")
 
 
-def test_when_the_kernel_goes_no_process_stays(another: Callable[..., Notebook]) -> None:
+# ---- the ends of ranks ----
+
+
+def test_when_a_start_is_interrupted_or_the_kernel_goes_no_process_stays(
+    another: Callable[..., Notebook],
+) -> None:
     notebook = another()
+    assert notebook.run("ranks.start(2)", interrupt_after=0.6).error.startswith("KeyboardInterrupt")
+    wait_until(lambda: not ranks_of(notebook))
+    told = notebook.run("ranks.start(2, device='cuda')").error
+    assert told.startswith("ValueError: ranks.start(")
+    assert "Leave device out" in told or "leave device out" in told
+    assert notebook.run("ranks.start(2)").text.startswith("2 ranks in one")
     for end in (lambda: notebook.manager.restart_kernel(now=True), lambda: notebook.process.kill()):
         notebook.client.wait_for_ready(timeout=60)
         notebook.run("from fsdp_utils.notebook import ranks\nranks.start(2)")
@@ -355,14 +396,6 @@ def test_when_the_kernel_goes_no_process_stays(another: Callable[..., Notebook])
         assert len([process for process in processes if process.name() == "sleep"]) == 2
         end()
         assert psutil.wait_procs(processes, timeout=5)[1] == []
-
-
-def test_an_interrupted_start_leaves_no_rank(another: Callable[..., Notebook]) -> None:
-    notebook = another()
-    stopped = notebook.run("ranks.start(2)", interrupt_after=0.6)
-    assert stopped.error.startswith("KeyboardInterrupt")
-    wait_until(lambda: not ranks_of(notebook))
-    assert notebook.run("ranks.start(2)").text.startswith("2 ranks in one")
 
 
 def test_in_a_script_start_names_what_to_use_instead_and_no_torch_is_loaded() -> None:

@@ -40,34 +40,44 @@ def build_editable(folder, config_settings=None, metadata_directory=None, name="
 """
 
 
-@pytest.fixture
-def clone(tmp_path: Path) -> Path:
-    """A small project that is set up as this one is, in a folder with a space in its name."""
-    clone = tmp_path / "a clone"
-    for folder in ("tools", "locks"):
-        (clone / folder).mkdir(parents=True)
-    shutil.copy(ROOT / SETUP, clone / SETUP)
-    shutil.copy(ROOT / "Makefile", clone)
-    (clone / "pyproject.toml").write_text(PYPROJECT)
+def project(folder: Path) -> Path:
+    """Make a small project that is set up as this one is."""
+    for part in ("tools", "locks"):
+        (folder / part).mkdir(parents=True)
+    shutil.copy(ROOT / SETUP, folder / SETUP)
+    shutil.copy(ROOT / "Makefile", folder)
+    (folder / "pyproject.toml").write_text(PYPROJECT)
     for empty in ("constraints.txt", "locks/setup.txt"):
-        (clone / empty).write_text("")
-    (clone / "backend.py").write_text(BACKEND.replace("REQUIRES", ""))
-    return clone
-
-
-@pytest.fixture(scope="module")
-def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("venv") / "venv"
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=100)
+        (folder / empty).write_text("")
+    (folder / "backend.py").write_text(BACKEND.replace("REQUIRES", ""))
     return folder
 
 
 @pytest.fixture
-def made(clone: Path, venv: Path) -> Path:
+def clone(tmp_path: Path) -> Path:
+    return project(tmp_path / "a clone")  # with a space in its name
+
+
+@pytest.fixture(scope="module")
+def set_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project that make has set up from nothing."""
+    folder = project(tmp_path_factory.mktemp("projects") / "a clone")
+    makes(folder, "Making .venv")
+    return folder
+
+
+@pytest.fixture
+def made(clone: Path, set_up: Path) -> Path:
     """The clone with a .venv that something has changed since it was made."""
-    shutil.copytree(venv, clone / ".venv", symlinks=True)
+    shutil.copytree(set_up / ".venv", clone / ".venv", symlinks=True)
     outdated(clone)
     return clone
+
+
+def makes(folder: Path, told: str) -> None:
+    done = run(["make", "setup", f"PYTHON={sys.executable}"], folder)
+    assert done.returncode == 0, done.stderr
+    assert told in done.stdout
 
 
 def outdated(clone: Path) -> None:
@@ -159,27 +169,20 @@ def test_a_package_whose_file_has_another_hash_is_refused(made: Path) -> None:
         assert done.returncode == 0 if told is None else told in the_sentence(done)
 
 
-def test_make_sets_up_once_refreshes_after_a_change_and_mends_a_set_up_cut_short(clone: Path) -> None:
-    stamp = clone / ".venv" / "made-from"
-
-    def makes(told: str) -> None:
-        done = run(["make", "setup", f"PYTHON={sys.executable}"], clone)
-        assert done.returncode == 0, done.stderr
-        assert told in done.stdout
-
-    makes("Making .venv")
-    assert run([str(clone / ".venv/bin/python"), "-c", "import tiny"], clone).returncode == 0
+def test_make_sets_up_once_refreshes_after_a_change_and_mends_a_set_up_cut_short(set_up: Path) -> None:
+    stamp = set_up / ".venv" / "made-from"
+    assert run([str(set_up / ".venv/bin/python"), "-c", "import tiny"], set_up).returncode == 0
 
     made = stamp.stat().st_mtime_ns
-    second = run(["make", "setup"], clone)  # with the Python of .venv itself
+    second = run(["make", "setup"], set_up)  # with the Python of .venv itself
     assert (second.returncode, second.stdout) == (0, "")
     assert stamp.stat().st_mtime_ns == made
 
-    (clone / "constraints.txt").write_text("some-package==1\n")
-    makes("Refreshing .venv")
+    (set_up / "constraints.txt").write_text("some-package==1\n")
+    makes(set_up, "Refreshing .venv")
     stamp.unlink()
-    (clone / ".venv" / "pyvenv.cfg").unlink()
-    makes("Making .venv")
-    done = run(["make", "setup", "PYTHON=no-such-python"], clone)
+    (set_up / ".venv" / "pyvenv.cfg").unlink()
+    makes(set_up, "Making .venv")
+    done = run(["make", "setup", "PYTHON=no-such-python"], set_up)
     assert done.returncode != 0
     assert "There is no command no-such-python" in done.stdout

@@ -1,11 +1,11 @@
-"""The training program as others start it: torchrun on two hosts, static and elastic, and Slurm."""
+"""The training program as others start it: torchrun on two hosts, static and elastic, and a job of Slurm."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from benchmarks import two_hosts
-from tests import one_node_slurm
-from tests.training_runs import events, metrics
+from tests.training_runs import events, metrics, saved
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HOSTS_STEPS = 12
 HOSTS_LIMIT_S = 60.0
 ON_HOSTS = ["-m", "fsdp_utils.train", f"--steps={HOSTS_STEPS}", "--save_every=3", "--eval_every=100"]
-ON_HOSTS += ["--data.source=fsdp_utils.lessons.tasks:dates_llama", "--parallel.device=cpu", "--hang_s=30"]
+ON_HOSTS += ["--data.source=tests.tiny_training:slow", "--parallel.device=cpu", "--hang_s=30"]
 
 
 # With the store that torchrun keeps, ranks that are started again would find the addresses of the dead.
@@ -110,73 +109,51 @@ def test_on_two_hosts_a_killed_rank_costs_no_step_and_changes_no_loss(tmp_path: 
 
 # ---- Slurm -----------------------------------------------------------------------------------------
 
-STEPS = 40
-LIMIT_S = 90.0
-PROGRAM = ["--data.source=tests.tiny_training:slow", "--parallel.device=cpu", "--save_every=5"]
+PROGRAM = ["--data.source=tests.tiny_training:slow", "--parallel.device=cpu", "--save_every=5", "--steps=500"]
+# Slurm's commands, as far as examples/train.sbatch uses them: a step is one process on this machine.
+SLURM = {
+    "srun": 'shift; echo $$ > step; exec "$@"',
+    "scancel": 'kill -s "${1#--signal=}" "$(cat step)"',
+    "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> asked; fi',
+}
 
 
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[Callable[..., str]]:
-    """Runs one of Slurm's commands and returns what it prints."""
-    if reason := one_node_slurm.why_not():
-        pytest.skip(f"Slurm: {reason}")
-    with one_node_slurm.running() as environment:
-        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-        environment |= {"RANKS_PER_NODE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-        def run(*command: str) -> str:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-            assert done.returncode == 0, done.stderr
-            return done.stdout.strip()
-
-        yield run
+def until(ready: Callable[[], object], job: "subprocess.Popen[bytes]", log: Path) -> None:
+    limit = time.monotonic() + 90
+    while not ready():
+        assert job.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < limit, log.read_text()[-3000:]
+        time.sleep(0.05)
 
 
-class Job:
-    """A job of the program, and what its run has told so far."""
-
-    def __init__(self, slurm: Callable[..., str], folder: Path, *options: str, steps: int = STEPS) -> None:
-        self.slurm, self.folder, self.out = slurm, folder, folder / "run"
-        script = [*options, f"--chdir={folder}", str(ROOT / "examples" / "train.sbatch")]
-        self.id = slurm("sbatch", "--parsable", *script, f"--out={self.out}", f"--steps={steps}", *PROGRAM)
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        return events(self.out, kind)
-
-    def steps(self) -> list[int]:
-        return list(metrics(self.out))
-
-    def state(self) -> str:
-        return self.slurm("scontrol", "show", "job", self.id).split("JobState=")[1].split()[0]
-
-    def until(self, ready: Callable[[], object], limit_s: float = LIMIT_S) -> None:
-        end = time.monotonic() + limit_s
-        while not ready():
-            logs = "".join(log.read_text()[-2500:] for log in self.folder.glob("train-*.log"))
-            assert time.monotonic() < end, f"job {self.id} is {self.state()}; {logs}"
-            time.sleep(0.1)
-
-
-@pytest.mark.timeout(400)  # three starts of the program, and a queue
-def test_preempted_it_saves_and_queues_again_cancelled_it_saves_and_ends(
-    slurm: Callable[..., str], tmp_path: Path
-) -> None:
-    job = Job(slurm, tmp_path)
-    job.until(lambda: len(job.steps()) >= 7)
-    slurm("scancel", "--batch", "--signal=USR1", job.id)  # as --signal=B:USR1 does, before the time is over
-    job.until(lambda: job.events("stopped"))
-    (stopped,) = job.events("stopped")
-    assert stopped["step"] == len(job.steps())
-
-    job.until(lambda: len(job.events("started")) == 2)  # Slurm starts it again by itself
-    assert job.events("started")[1]["step"] == stopped["step"]
-    job.until(lambda: len(job.steps()) >= stopped["step"] + 3)
-    slurm("scancel", job.id)
-    job.until(lambda: job.state() == "CANCELLED")
-    assert len(job.events("stopped")) == 2
-    assert job.events("stopped")[1]["step"] == len(job.steps())
-
-    again = Job(slurm, tmp_path)
-    again.until(lambda: again.state() == "COMPLETED")
-    assert again.events("started")[2]["step"] == job.events("stopped")[1]["step"]
-    assert again.steps() == [*range(1, STEPS + 1)]
+def test_a_job_out_of_time_saves_and_queues_again_and_a_cancelled_one_saves_and_ends(tmp_path: Path) -> None:
+    for name, does in SLURM.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    number = str(os.getpid())  # the port follows from it
+    given = {"SLURM_JOB_ID": number, "SLURM_JOB_NODELIST": "here", "SLURM_JOB_NUM_NODES": "1"}
+    given |= {"RANKS_PER_NODE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    given["PATH"] = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    out, log = tmp_path / "run", tmp_path / "log"
+    for by_user in (False, True):  # first by Slurm, before its time is over
+        script = ["bash", ROOT / "examples" / "train.sbatch", f"--out={out}", *PROGRAM]
+        begun = len(metrics(out))
+        with log.open("w") as told:
+            options: dict[str, Any] = {"env": {**os.environ, **given}, "stdout": told, "stderr": told}
+            job = subprocess.Popen(script, cwd=tmp_path, start_new_session=True, **options)
+        try:
+            until(lambda begun=begun: len(metrics(out)) >= begun + 7, job, log)
+            if by_user:
+                subprocess.run([tmp_path / "scancel", "--signal=TERM", number], cwd=tmp_path, check=True)
+            else:
+                job.send_signal(signal.SIGUSR1)
+            job.wait(60)
+        finally:
+            end(job)
+        last = events(out, "stopped")[-1]["step"]
+        assert last == len(metrics(out)) > begun
+        assert list(saved(out))[-1] == last
+        assert (tmp_path / "asked").read_text() == f"requeue {number}\n"  # once
+    first, second = (event["step"] for event in events(out, "started"))
+    assert first == 0
+    assert second == events(out, "stopped")[0]["step"]

@@ -9,7 +9,8 @@ import pytest
 
 from fsdp_utils import get_rank, run_on_ranks
 from fsdp_utils.train import ConfigError, parse, train
-from tests.training_runs import alone, configured, one_rank, program
+from tests.on_ranks import one_rank
+from tests.training_runs import alone, configured, program
 
 ARGUMENTS = ["--out=a", "--data.source=x"]
 

@@ -17,7 +17,8 @@ import torch
 from benchmarks import chaos
 from fsdp_utils import CheckpointError, get_rank, run_on_ranks
 from fsdp_utils.train import ConfigError, NotFinite, Progress, rows_at, train
-from tests.training_runs import STEPS, after_step, alone, configured, events, metrics, one_rank, run, saved
+from tests.on_ranks import one_rank
+from tests.training_runs import STEPS, after_step, alone, configured, events, metrics, run, saved
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fsdp_utils import checkpoints, load_distributed
 from fsdp_utils.train import DataConfig, OptimConfig, TrainConfig, main, train
 from tests import tiny_training
+from tests.on_ranks import one_rank
 
 STEPS = 40
 
@@ -56,15 +57,6 @@ def run(out: Path, source: str = "counting", **changes: Any) -> dict[int, float]
     """Train on the ranks that are there: the losses."""
     train(configured(out, source, **changes))
     return metrics(out)
-
-
-@contextlib.contextmanager
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def alone(out: Path, source: str = "counting", **changes: Any) -> dict[int, float]:
