@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fsdp_utils.sharding.local_part import Piece, local, pieces
+from fsdp_utils.sharding.names import some_names
 
 __all__ = ["fisher_mask"]
 
@@ -69,8 +70,8 @@ def fisher_mask(
     bad = ranks.sum(torch.tensor([int(not total.isfinite().all()) for total in fisher])).tolist()
     if names := [piece.name for (_, piece), found in zip(parts, bad, strict=True) if found]:
         raise ValueError(
-            f"fisher_mask: expected finite gradients, found others in {', '.join(names[:3])}"
-            f"{' and others' if len(names) > 3 else ''}. Lower the loss's scale, or compute in fp32 or bf16."
+            f"fisher_mask: expected finite gradients, found others in {some_names(names)}. Lower the loss's "
+            "scale, or compute in fp32 or bf16."
         )
     masks = _largest(fisher, [piece for _, piece in parts], keep, ranks)
     return {piece.name: _like(p, mask) for (p, piece), mask in zip(parts, masks, strict=True)}
