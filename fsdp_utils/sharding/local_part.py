@@ -74,7 +74,7 @@ def is_readable(part: Tensor) -> bool:
 def view(tensor: Tensor) -> memoryview:
     """View the bytes of a contiguous CPU tensor."""
     assert tensor.is_contiguous()
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def pieces(named: Sequence[tuple[str, Tensor]]) -> list[list[Piece]]:
