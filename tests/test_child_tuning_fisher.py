@@ -163,7 +163,7 @@ def refused() -> list[tuple[str, float]]:
 
 def test_what_differs_between_ranks_ends_on_all_of_them(two_ranks: TwoRanks) -> None:
     words = (
-        "fisher_mask: expected the same keep on all ranks, found 0.2, 0.6",
+        "fisher_mask: expected the same keep on all ranks, found rank 0: 0.2; rank 1: 0.6",
         "found 1 of 2 ranks with more than 2",
         "found none",
     )

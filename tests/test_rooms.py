@@ -39,16 +39,16 @@ MOST_LINES = {
     "precision": 302,
     "torch_internals": 434,
     "checkpoint": 2457,  # 1760
-    "child_tuning": 568,  # 495
+    "child_tuning": 552,  # 495
     "collectives": 1937,  # 1980
-    "distributed": 990,  # 880
+    "distributed": 991,  # 880
     "integrations": 402,  # 275
     "migration": 713,  # 660
     "planner": 1704,  # 1760
     "pretrained": 505,  # 495
-    "sharding": 1108,  # 770
+    "sharding": 1088,  # 770
     "train": 1087,
-    "all together": 17_892,  # 15,000
+    "all together": 17_856,  # 15,000
 }
 # Modules inside rooms that lessons and users import by name too.
 BY_NAME = (

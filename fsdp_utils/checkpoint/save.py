@@ -41,10 +41,9 @@ from fsdp_utils.sharding.copies import (
     copies_of,
     differing,
     digest,
-    in_words,
     parameter_copies,
 )
-from fsdp_utils.sharding.names import plain_name
+from fsdp_utils.sharding.names import plain_name, some_names
 from fsdp_utils.sharding.unsaved_buffers import samples, unsaved
 
 STATE_FILE = "state.json"
@@ -254,13 +253,13 @@ def _check_equal(
         ranks.each(lambda: _digests(held, model, ignored)),
         cure=". Only DTensors are saved by parts; what is to differ goes into per_rank=",
     )
-    differ = differing(copies, ranks)
+    differ = [*differing(copies, ranks).values()]
 
     def refuse() -> None:
         if differ:
             raise CheckpointError(
                 "expected the same values on all ranks that hold a copy of a parameter, a buffer or a "
-                f"DTensor's part in the state, found that {in_words(differ)}. check_sharding(model, "
+                f"DTensor's part in the state, found that {some_names(differ, '; ')}. check_sharding(model, "
                 "optimizer) looks for the cause; torch.distributed.broadcast makes them equal. A buffer that "
                 "is to differ can be given as per_rank={name: buffer}. If each rank has experts of its own, "
                 "make them one DTensor over their mesh: DTensor.from_local(own, mesh, [Shard(0)])"

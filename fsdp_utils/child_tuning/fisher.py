@@ -10,11 +10,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from fsdp_utils.distributed.agreement import Ranks, agree
 from fsdp_utils.sharding.local_part import Piece, local, pieces
+from fsdp_utils.sharding.names import some_names
 
 __all__ = ["fisher_mask"]
 
 _CHUNK = 2**20  # values that are counted at once
+_WAIT_S = 1800.0  # for a rank whose batches take longer
 _Parts = list[tuple[nn.Parameter, Piece]]
 
 
@@ -59,18 +62,18 @@ def fisher_mask(
     params = [(name, p) for name, p in inner.named_parameters() if p.requires_grad]
     if not params:
         raise ValueError("fisher_mask: no parameter of the model requires gradients.")
-    ranks = _Ranks(model, [p for _, p in params])
-    keeps = ranks.gather(torch.tensor(keep, dtype=torch.float64)).tolist()
-    if len({*keeps}) > 1:
-        found = ", ".join(f"{other:g}" for other in keeps[:8])
-        raise ValueError(f"fisher_mask: expected the same keep on all ranks, found {found}")
+    ranks = Ranks("fisher_mask", ValueError, alone=True)
+    is_wrapped = any(isinstance(module, DDP | FSDP1) for module in model.modules())
+    if is_wrapped or any(isinstance(p, DTensor) for _, p in params):
+        limits = {"wait_s": _WAIT_S, "collective_s": _WAIT_S}
+        ranks = agree("fisher_mask", lambda: {"keep": keep}, error=ValueError, topic="fisher", **limits)
     parts = [(p, piece) for (_, p), own in zip(params, pieces(params), strict=True) for piece in own]
     fisher = _squared_gradients(model, batches, loss_fn, parts, ranks)
-    bad = ranks.sum(torch.tensor([int(not total.isfinite().all()) for total in fisher])).tolist()
+    bad = _sum(torch.tensor([int(not total.isfinite().all()) for total in fisher]), ranks).tolist()
     if names := [piece.name for (_, piece), found in zip(parts, bad, strict=True) if found]:
         raise ValueError(
-            f"fisher_mask: expected finite gradients, found others in {', '.join(names[:3])}"
-            f"{' and others' if len(names) > 3 else ''}. Lower the loss's scale, or compute in fp32 or bf16."
+            f"fisher_mask: expected finite gradients, found others in {some_names(names)}. Lower the loss's "
+            "scale, or compute in fp32 or bf16."
         )
     masks = _largest(fisher, [piece for _, piece in parts], keep, ranks)
     return {piece.name: _like(p, mask) for (p, piece), mask in zip(parts, masks, strict=True)}
@@ -87,7 +90,7 @@ def _like(p: nn.Parameter, mask: Tensor) -> Tensor:
 
 
 def _squared_gradients(
-    model: nn.Module, batches: Any, loss_fn: Any, parts: _Parts, ranks: "_Ranks"
+    model: nn.Module, batches: Any, loss_fn: Any, parts: _Parts, ranks: Ranks
 ) -> list[Tensor]:
     """Sum the squares over the batches, for this rank's elements."""
     # In fp32 the square of 1e20 is infinite and that of 1e-23 is 0. Apple's GPU has no fp64.
@@ -95,7 +98,7 @@ def _squared_gradients(
     sizes = [piece.numel for _, piece in parts]
     fisher = [torch.zeros(n, dtype=torch.float64, device=d) for n, d in zip(sizes, devices, strict=True)]
     given, end, iterator = 0, object(), iter(() if batches is None else batches)
-    while with_one := int(ranks.sum(torch.tensor(int((batch := next(iterator, end)) is not end)))):
+    while with_one := sum(ranks.numbers((batch := next(iterator, end)) is not end)):
         if with_one < ranks.world_size:  # which would leave the others waiting
             raise ValueError(
                 f"fisher_mask: expected as many batches on every rank, found {with_one} of "
@@ -115,13 +118,14 @@ def _squared_gradients(
     return fisher
 
 
-def _largest(fisher: list[Tensor], where: list[Piece], keep: float, ranks: "_Ranks") -> list[Tensor]:
+def _largest(fisher: list[Tensor], where: list[Piece], keep: float, ranks: Ranks) -> list[Tensor]:
     """Mask the largest fraction `keep` of all values on all ranks; each replicated value counts once."""
     mine = torch.tensor([[piece.offset, piece.numel] for piece in where])
-    before = ranks.gather(mine)[: ranks.rank]
-    held = ((before[:, :, 0] == mine[:, 0]) & (before[:, :, 1] > 0)).any(0)  # by an earlier rank too
-    owned = [i for i, piece in enumerate(where) if piece.numel and not held[i]]
-    total = int(ranks.sum(torch.tensor(sum(where[i].numel for i in owned))))
+    held = mine[:, 1] == 0
+    for of_rank in ranks.all(lambda: mine)[: ranks.rank]:
+        held |= (of_rank[:, 0] == mine[:, 0]) & (of_rank[:, 1] > 0)  # by an earlier rank too
+    owned = (~held).nonzero()[:, 0].tolist()
+    total = sum(ranks.numbers(sum(where[i].numel for i in owned)))
     # The bits of floats that are not negative are in the order of the floats.
     bits = [f.view(torch.int64) for f in fisher]
     bound, ties = _bound([bits[i] for i in owned], max(1, round(keep * total)), ranks)
@@ -137,7 +141,7 @@ def _largest(fisher: list[Tensor], where: list[Piece], keep: float, ranks: "_Ran
     return masks
 
 
-def _bound(tensors: list[Tensor], wanted: int, ranks: "_Ranks") -> tuple[int, int]:
+def _bound(tensors: list[Tensor], wanted: int, ranks: Ranks) -> tuple[int, int]:
     """Find the wanted-th largest of all ranks' values, and how many that equal it are among the wanted."""
     bound = 0
     for shift in (48, 32, 16, 0):
@@ -146,28 +150,15 @@ def _bound(tensors: list[Tensor], wanted: int, ranks: "_Ranks") -> tuple[int, in
             upper = chunk >> shift
             equal = upper[upper >> 16 == bound >> shift >> 16] & 0xFFFF
             counts += torch.bincount(equal, minlength=2**16).cpu()
-        from_above = ranks.sum(counts).flip(0).cumsum(0)
+        from_above = _sum(counts, ranks).flip(0).cumsum(0)
         place = int((from_above >= wanted).nonzero()[0])
         bound |= (2**16 - 1 - place) << shift
         wanted -= int(from_above[place - 1]) if place else 0
     return bound, wanted
 
 
-class _Ranks:
-    """The ranks that share the model; this one alone, where the model is not distributed."""
-
-    def __init__(self, model: nn.Module, params: list[nn.Parameter]) -> None:
-        meshes = [p.device_mesh for p in params if isinstance(p, DTensor)]
-        shared = meshes or any(isinstance(m, DDP | FSDP1) for m in model.modules())
-        self.device = meshes[0].device_type if meshes else params[0].device
-        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
-
-    def sum(self, values: Tensor) -> Tensor:
-        if self.world_size > 1:
-            dist.all_reduce(values := values.to(self.device))
-        return values.cpu()
-
-    def gather(self, values: Tensor) -> Tensor:
-        found = values.new_zeros(self.world_size, *values.shape)
-        found[self.rank] = values
-        return self.sum(found)
+def _sum(values: Tensor, ranks: Ranks) -> Tensor:
+    """Add up what the ranks have in CPU memory."""
+    if ranks.distributed:
+        dist.all_reduce(values, group=ranks.group)
+    return values

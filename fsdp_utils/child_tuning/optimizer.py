@@ -11,7 +11,7 @@ from torch.optim.adamw import AdamW, adamw
 
 from fsdp_utils.child_tuning.random_masks import MaskedGradients, threshold
 from fsdp_utils.sharding.local_part import Piece, local, local_chunk, pieces
-from fsdp_utils.sharding.names import plain_name
+from fsdp_utils.sharding.names import plain_name, some_names
 from fsdp_utils.torch_internals.names import disable_dynamo, foreach_add_, fused_adamw_
 from fsdp_utils.torch_internals.runtime import collect_adamw
 
@@ -94,9 +94,8 @@ class ChildTuningAdamW(AdamW):
         if unknown:
             raise ValueError(
                 'ChildTuningAdamW: mode "task" finds its masks by name. gradient_mask names '
-                f"{', '.join(sorted(unknown)[:3])}{' and others' if len(unknown) > 3 else ''}, which the "
-                "optimizer does not have. Give it model.named_parameters(), and masks with names such as "
-                f"{known[0] or 'head.weight'}."
+                f"{some_names(sorted(unknown))}, which the optimizer does not have. Give it "
+                f"model.named_parameters(), and masks with names such as {known[0] or 'head.weight'}."
             )
         for _, p, own in everything if given else ():
             self._kept(p, own)  # raises if a mask does not fit

@@ -44,27 +44,18 @@ class MaskedGradients:
                 self.batches.append([])
             self.batches[-1].append(i)
         largest = max(sum(sizes[i] for i in batch) for batch in self.batches)
-
-        def memory(dtype: torch.dtype) -> Tensor:
-            return torch.empty(largest, dtype=dtype, device=device)
-
-        # Gradients of two bytes are masked in fp32: the numbers have four bytes at least.
-        wide = torch.float32 if dtype.itemsize == 2 else dtype
-        numbers = memory(torch.int32)
-        bits = numbers if wide.itemsize == 4 else memory(torch.int64)
-        masked = bits.view(wide)
-        out = masked if dtype == wide else memory(dtype)
+        numbers = torch.empty(largest, dtype=torch.int32, device=device)
+        masked = numbers.view(dtype) if dtype == torch.float32 else numbers.new_empty(largest, dtype=dtype)
         # One large parameter at a time is read where it lies; bringing several together first is faster.
-        self._alone = dtype == wide and len(self.batches) == len(parts)
-        gathered = masked if self._alone else memory(wide)
+        self._alone = len(self.batches) == len(parts)
+        gathered = masked if self._alone or dtype != torch.float32 else torch.empty_like(masked)
         table = _mix(np.arange(PAGE) * _GAMMA.astype(np.int64)).astype(np.int32)
         entries = torch.from_numpy(table).to(device)
-        ends = [[(firsts[i], firsts[i] + sizes[i]) for i in batch] for batch in self.batches]
-        runs = [list(_page_runs(of_batch)) for of_batch in ends]
-        flat = [these for of_batch in runs for these, _ in of_batch]
-        self._pages = np.array([page for these in flat for page in these], np.uint64)
-        self._keys = torch.empty(len(self._pages), 2, dtype=torch.int32, device=device)
-        rows = iter(self._keys.split([len(these) for these in flat]))
+        runs = [_page_runs([(firsts[i], firsts[i] + sizes[i]) for i in batch]) for batch in self.batches]
+        pages = [page for of_batch in runs for these, _ in of_batch for page in these]
+        self._pages = np.array(pages, np.uint64)
+        self._keys = torch.empty(len(pages), 2, dtype=torch.int32, device=device)
+        rows = iter(self._keys.split([len(these) for of_batch in runs for these, _ in of_batch]))
         self._plan = []
         for batch, of_batch in zip(self.batches, runs, strict=True):
             draws, at = [], 0
@@ -75,34 +66,35 @@ class MaskedGradients:
                 at += n
             pieces = [
                 [piece.view(parts[i].shape) for i, piece in zip(batch, each, strict=True)]
-                for each in (t[:at].split([sizes[i] for i in batch]) for t in (gathered, bits, out))
+                for each in (t[:at].split([sizes[i] for i in batch]) for t in (gathered, masked))
             ]
-            whole = [t[:at] for t in (numbers, bits, gathered.view(bits.dtype), masked, out)]
+            whole = numbers[:at], gathered[:at].view(dtype), masked[:at]
             self._plan.append((draws, whole, pieces))
 
     def of(self, grads: list[Tensor], *, seed: int, step: int, bound: int) -> Iterator[list[Tensor]]:
         """Yield the masked gradients of each of self.batches, valid until the next."""
         self._keys.copy_(torch.from_numpy(_keys(self._pages, seed, step)), non_blocking=True)
-        for batch, (draws, whole, pieces) in zip(self.batches, self._plan, strict=True):
-            (numbers, bits, source, masked, out), (before, own_bits, after) = whole, pieces
+        for batch, (draws, (numbers, source, masked), (before, after)) in zip(
+            self.batches, self._plan, strict=True
+        ):
             for drawn, entries, k1, k2 in draws:
                 if drawn.device.type == "cpu":  # where the kernel of addcmul takes one element at a time
                     torch.mul(entries, k2, out=drawn).add_(k1)
                 else:
                     torch.addcmul(k1, k2, entries, out=drawn)
-            if bits.dtype != numbers.dtype:
-                bits.copy_(numbers)
-            if self._alone:
-                source, bits = grads[batch[0]].to(masked.dtype).contiguous().view(bits.dtype), own_bits[0]
+            if self._alone and masked.dtype == torch.float32:
+                source = grads[batch[0]].to(masked.dtype).contiguous().view(-1)
             else:
                 foreach_copy_(before, [grads[i] for i in batch])
-            torch.ops.aten.threshold_backward.grad_input(source, bits, bound, grad_input=bits)
-            if out.dtype != masked.dtype:
-                out.copy_(masked)
+            if masked.dtype == torch.float32:  # the numbers become what they let through
+                bits = source.view(torch.int32)
+                torch.ops.aten.threshold_backward.grad_input(bits, numbers, bound, grad_input=numbers)
+            else:
+                masked.masked_fill_(numbers <= bound, 0)
             yield after
 
 
-def _page_runs(parts: list[tuple[int, int]]) -> Iterator[tuple[range, slice]]:
+def _page_runs(parts: list[tuple[int, int]]) -> list[tuple[range, slice]]:
     """Cut elements [first, stop) where pages begin: runs of pages, and each one's part of the table."""
     merged: list[list[int]] = []
     for first, stop in parts:
@@ -110,13 +102,15 @@ def _page_runs(parts: list[tuple[int, int]]) -> Iterator[tuple[range, slice]]:
             merged[-1][1] = stop
         else:
             merged.append([first, stop])
+    runs = []
     for first, stop in merged:
         while first < stop:
             page, entry = divmod(first, PAGE)
             pages = 1 if entry else max(1, (stop - first) // PAGE)
             end = min(PAGE, entry + stop - first)
-            yield range(page, page + pages), slice(entry, end)
+            runs.append((range(page, page + pages), slice(entry, end)))
             first += pages * (end - entry)
+    return runs
 
 
 def _keys(pages: np.ndarray, seed: int, step: int) -> np.ndarray:

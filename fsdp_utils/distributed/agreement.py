@@ -69,21 +69,21 @@ class Ranks:
     """The ranks of the default process group, which exchange results and failures.
 
     `agree` makes one with a separate group for its topic; made directly, it uses the default group. Without a
-    process group, and with a fake one, this process is the only rank. All ranks raise failures as `error`, or
-    as a subclass from its module. Exceptions that are not `told` are raised on their rank alone.
+    process group, with a fake one, and `alone`, this process is the only rank. All ranks raise failures as
+    `error`, or as a subclass from its module. Exceptions that are not `told` are raised on their rank alone.
     """
 
     def __init__(
-        self, action: str, error: type[Exception], *, told: type[Exception] = Exception, topic: str = ""
+        self, action: str, error: type[Exception], *, told: type[Exception] = Exception, alone: bool = False
     ) -> None:
         self.action = action
         self.error = error
-        self.distributed = has_peers()
+        self.distributed = has_peers() and not alone
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if self.distributed else (0, 1)
         self.consequence = ""  # what a failure from here on means; added to the error
         self.in_background = False  # whether the program goes on meanwhile, and may end
         self._told = told
-        self._topic = topic
+        self._topic = ""
         self._is_apart = False  # whether these ranks have a group of their topic
         self._round = 0  # number of this topic's entries in the store
         self._shared: Exception | None = None  # the error that every rank has
@@ -315,7 +315,8 @@ def agree(
         ranks = agree("evaluate", lambda: {"step": 3}, error=RuntimeError, topic="evaluate")
         print(ranks.first(lambda: 2.5))  # 2.5
     """
-    ranks = Ranks(action, error, topic=topic)
+    ranks = Ranks(action, error)
+    ranks._topic = topic
     stated = ranks._call(lambda: {name: json.dumps(value) for name, value in facts().items()})
     if ranks.distributed:
         ranks._enter(wait_s)

@@ -15,14 +15,8 @@ from torch.optim import Optimizer
 
 from fsdp_utils.distributed.agreement import agree, has_peers
 from fsdp_utils.sharding.blocks import SMALL, by_shared_parameters, outermost, transformer_block_classes
-from fsdp_utils.sharding.copies import (
-    broadcasts_buffers,
-    buffer_copies,
-    differing,
-    in_words,
-    parameter_copies,
-)
-from fsdp_utils.sharding.names import plain_name
+from fsdp_utils.sharding.copies import broadcasts_buffers, buffer_copies, differing, parameter_copies
+from fsdp_utils.sharding.names import plain_name, some_names
 from fsdp_utils.sharding.units import ROOT, Unit, find_units, parameter_sizes, within
 from fsdp_utils.sharding.wrapping import UNEVEN, padding
 from fsdp_utils.torch_internals.fsdp import fsdp1_replicas, fsdp1_syncs, fsdp2_syncs, fsdp2_whole
@@ -227,17 +221,18 @@ def _copies(wrapped: _Wrapped) -> Iterator[str]:
     except RuntimeError as error:
         yield f"Buffers and copies of parameters were not compared between the ranks. {error}"
         return
-    if some := {name: said for name, said in differ.items() if name in parameters}:
+    if some := [said for name, said in differ.items() if name in parameters]:
         yield (
-            f"Replicas of a parameter differ between ranks: {in_words(some)}. Build the model with one seed "
-            "on all ranks; if they were the same once, look for ignored parameters, whose gradients FSDP "
-            "does not average, a step that only some ranks take, gradient sync that is off, and FSDP1's "
+            f"Replicas of a parameter differ between ranks: {some_names(some, '; ')}. Build the model with "
+            "one seed on all ranks; if they were the same once, look for ignored parameters, whose gradients "
+            "FSDP does not average, a step that only some ranks take, gradient sync that is off, and FSDP1's "
             "HYBRID_SHARD over groups of one rank, which it does not average."
         )
-    if some := {name: said for name, said in differ.items() if name in buffers}:
+    if some := [said for name, said in differ.items() if name in buffers]:
         yield (
-            f"Buffers differ between ranks: {in_words(some)}. FSDP does not synchronise them: broadcast them "
-            "from rank 0 before evaluating and saving (batch norm's statistics: use nn.SyncBatchNorm)."
+            f"Buffers differ between ranks: {some_names(some, '; ')}. FSDP does not synchronise them: "
+            "broadcast them from rank 0 before evaluating and saving (batch norm's statistics: use "
+            "nn.SyncBatchNorm)."
         )
 
 

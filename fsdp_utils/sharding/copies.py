@@ -21,8 +21,6 @@ from fsdp_utils.sharding.local_part import is_readable, local, view
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle, fsdp1_replicas, registered_flat
 
-_SHOWN = 3  # names in one sentence
-
 
 class Copy(NamedTuple):
     """This rank's part of a tensor, which other ranks may hold too."""
@@ -108,12 +106,6 @@ def differing(copies: Mapping[str, Copy], ranks: Ranks) -> dict[str, str]:
         name: f"{name!r} on {rank_names(sorted(others))} differs from {rank_names(sorted(holders))}"
         for name, (others, holders) in sorted(differ.items())
     }
-
-
-def in_words(differences: Mapping[str, str]) -> str:
-    """List the first few differences."""
-    more = len(differences) - _SHOWN
-    return "; ".join([*differences.values()][:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
 @torch.no_grad()

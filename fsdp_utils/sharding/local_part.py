@@ -4,7 +4,6 @@
 what must come out alike however the model is sharded, such as masks.
 """
 
-import ctypes
 import gc
 from collections.abc import Sequence
 from math import prod
@@ -73,12 +72,9 @@ def is_readable(part: Tensor) -> bool:
 
 
 def view(tensor: Tensor) -> memoryview:
-    """View the bytes of a contiguous CPU tensor. Valid as long as the tensor exists."""
-    assert tensor.device.type == "cpu"
+    """View the bytes of a contiguous CPU tensor."""
     assert tensor.is_contiguous()
-    if tensor.nbytes == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def pieces(named: Sequence[tuple[str, Tensor]]) -> list[list[Piece]]:

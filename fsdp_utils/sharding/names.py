@@ -13,9 +13,9 @@ def plain_name(*names: str) -> str:
     return ".".join(part for part in parts if part and part not in WRAPPED)
 
 
-def some_names(names: Sequence[str]) -> str:
-    """List the first three of many names."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def some_names(names: Sequence[str], between: str = ", ") -> str:
+    """List the first three of many names, or of other texts."""
+    return between.join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

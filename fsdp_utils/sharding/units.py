@@ -75,10 +75,7 @@ def within(module: str, sizes: dict[str, int]) -> dict[str, int]:
 
 def parents(units: list[Unit]) -> set[str]:
     """Names of the units, and of the model, that hold other units."""
-    owner = {name: unit.name for unit in units for name in unit.name.split(", ")}
-    found = {ROOT} if owner.keys() - {ROOT} else set()
-    for inner, name in owner.items():
-        outer = inner
-        while outer := outer.rpartition(".")[0]:
-            found |= {owner.get(outer, name)} - {name}
-    return found
+    unit_of = {module: unit for unit in units for module in unit.modules}
+    inner = {module: {unit_of.get(one, unit) for one in module.modules()} for module, unit in unit_of.items()}
+    found = {unit.name for module, unit in unit_of.items() if inner[module] != {unit}}
+    return found | {ROOT} if any(unit.name != ROOT for unit in units) else found
