@@ -93,6 +93,11 @@ class Models:
         inside = tuple(f"{name}." for name, _ in self.blocks)
         trained = [p.numel() for p in (*sharded, *in_ddp) if p.requires_grad]
         trained += [size for one, size in fsdp1.items() if any(p.requires_grad for p in one.parameters())]
+        # a module may have been wrapped once more
+        by_ddp = [
+            (p, name in names) for one, names in frozen.items() for name, p in one.module.named_parameters()
+        ]
+        reduced = {p for p, was_frozen in by_ddp if not was_frozen}
         elements = sum(sizes) + sum(p.numel() for p in in_ddp)
         return {
             "wrapped": bool(self.roots),
@@ -122,9 +127,9 @@ class Models:
             ],
             "unfrozen": [
                 plain_name(name)
-                for one in ddps
+                for one, names in frozen.items()
                 for name, p in one.module.named_parameters()
-                if name in frozen.get(one, ()) and p.requires_grad and p.grad is not None and p in held
+                if name in names and p in held - reduced and p.requires_grad and p.grad is not None
             ],
             "drops": any(isinstance(one, nn.Dropout) and one.p and one.training for _, one in modules),
             # Accelerate and the Trainer set it
@@ -133,17 +138,26 @@ class Models:
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the transformer blocks by name. A network whose own blocks are units is none."""
+    """Yield the transformer blocks by name."""
     try:
         classes = tuple(transformer_block_classes(module))
     except ValueError:  # no block is repeated
         return
     for name, block in outermost(module, classes):
-        inner = [*_blocks(block, plain_name(prefix, name))]
-        if any(isinstance(one, FSDPModule | FSDP1) for _, one in inner):
-            yield from inner
+        if _is_network(block):
+            yield from _blocks(block, plain_name(prefix, name))
         else:
             yield plain_name(prefix, name), block
+
+
+def _is_network(module: nn.Module) -> bool:
+    """Say whether a repeated module is a network with units of its own: a root, or with a list of units."""
+    wrapped = (FSDPModule, FSDP1)
+    lists = [[*one] for one in module.modules() if isinstance(one, nn.ModuleList)]
+    if any(isinstance(one, wrapped) for some in lists for one in some):
+        return True
+    has_units = any(isinstance(one, wrapped) for one in module.modules() if one is not module)
+    return has_units and isinstance(module, FSDPModule) and fsdp2_is_root(module)
 
 
 def params(optimizer: Optimizer) -> list[Any]:

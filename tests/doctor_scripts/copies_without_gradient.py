@@ -30,8 +30,11 @@ def main(faulty: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, tokens in enumerate(counting(64, seed=rank).split(8)):
         left, right = model(tokens / 128)
-        others = gathered(right) if faulty else torch.cat(all_gather(right))
-        loss = F.cross_entropy(10 * left @ others.T, torch.arange(8) + 8 * rank)
+        gather = gathered if faulty else lambda features: torch.cat(all_gather(features))
+        labels = torch.arange(8) + 8 * rank
+        loss = F.cross_entropy(left @ gather(right).T, labels) + F.cross_entropy(
+            right @ gather(left).T, labels
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

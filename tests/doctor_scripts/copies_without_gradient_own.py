@@ -1,4 +1,4 @@
-"""Activations are gathered into one tensor; the right twin puts the rank's own back. Both log them later."""
+"""Activations are gathered; the right twin puts the rank's own back. Both gather them to log them later."""
 
 import torch
 import torch.distributed as dist
@@ -14,15 +14,15 @@ def main(faulty: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, tokens in enumerate(counting(64, seed=rank).split(8)):
         features = F.normalize(model(tokens / 128), dim=-1)
-        both = features.new_empty(8 * world, WIDTH)
-        dist.all_gather_into_tensor(both, features)
+        copies = [torch.empty_like(features) for _ in range(world)]
+        dist.all_gather(copies, features)
         if not faulty:
-            both[8 * rank : 8 * rank + 8] = features
-        loss = F.cross_entropy(10 * features @ both.T, torch.arange(8) + 8 * rank)
+            copies[rank] = features
+        loss = F.cross_entropy(10 * features @ torch.cat(copies).T, torch.arange(8) + 8 * rank)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_gather_into_tensor(torch.empty_like(both.detach()), features)  # to log them
+        dist.all_gather([torch.empty_like(features) for _ in range(world)], features)  # to log them
         say(step, loss)
 
 
