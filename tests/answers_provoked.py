@@ -1003,7 +1003,8 @@ def arguments(**more: Any) -> Any:
     from tests.trainers import forget
 
     forget()
-    return transformers.TrainingArguments(output_dir=tempfile.mkdtemp(), use_cpu=True, report_to=[], **more)
+    given = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "report_to": [], **more}
+    return transformers.TrainingArguments(**given)
 
 
 @provoked(fresh=True)

@@ -15,7 +15,6 @@ from fsdp_utils._extras import need
 TABLE = Path(__file__).with_name("findings.yaml")
 SEVERITIES = ("error", "warning", "advice")  # worst first
 _TOKENS = 4  # forwards of growing or single tokens, without gradients, are a generation
-_PADDING = 0.05  # of a rank's share of the model: less is not reported
 _LARGE = 16 * 2**20  # bytes: larger parts of a block may be units
 _ACTIVATIONS = 4 * 2**20  # bytes: less needs no checkpointing
 _SAME = 1.01  # factors and numbers of labels that differ less are equal
@@ -28,7 +27,9 @@ class Facts:
 
     Each of `seen` is an optimizer step, as lists by name:
         calls: kind and bytes. reduced: dtype and elements of gradients. told: single numbers communicated.
-        backwards: a 1 for each. inputs: their hashes, of each forward. labels: how many each mean was over.
+        backwards: a 1 for each. in_ddp: a 1 for each forward of a DDP module. means: how often one line ran
+        backward on a mean, and the mean's name. copies: shapes of activations that were gathered without
+        gradients. inputs: their hashes, of each forward. labels: how many each mean was over.
         scaled: gradients at the step, relative to after backward; bystanders: of parameters that no optimizer
         has. idle: blocks whose trained parameters have no gradient. bad: units whose gradients were NaN or
         infinite before the reduction. bad_after: such parameters after it. tokens: shapes of inputs without
@@ -46,7 +47,7 @@ class Facts:
     problems: list[str] = field(default_factory=list)  # sentences of check_sharding
     kept: int = 0  # bytes of activations of one block
     first: dict[str, str] = field(default_factory=dict)  # hashes of parameters as they were sharded
-    model: dict[str, Any] = field(default_factory=dict)  # see Watch._examine
+    model: dict[str, Any] = field(default_factory=dict)  # see Models.describe
 
 
 @functools.cache
@@ -111,12 +112,31 @@ class Evidence:
                 if dtype in ("bfloat16", "float16") and self._model.get("by_data"):
                     yield f"Step {number} reduced gradients in {dtype}, {elements:,} elements in one call."
 
+    def ranks_alone(self) -> Iterator[str]:
+        steps = [step for facts in self._ranks for step in facts.seen]
+        is_alone = not self._model.get("wrapped", True) and len(self._ranks) > 1
+        if is_alone and all(one.get("backwards") and not one.get("calls") for one in steps):
+            yield f"{self._all} ran backward in {len(self._ranks[0].seen)} steps and sent each other nothing."
+
     def sync_off(self) -> Iterator[str]:
+        yield from self._unsynced(bypassed=False)
+
+    def ddp_bypassed(self) -> Iterator[str]:
+        yield from self._unsynced(bypassed=True)
+
+    def _unsynced(self, *, bypassed: bool | None = None) -> Iterator[str]:
         if len(self._ranks) == 1:  # there is nobody to reduce with
             return
-        for number, reduced, backwards in self._each("reduced", "backwards"):
-            if self._model.get("trained") and backwards[0] and not any(reduced):
-                yield f"Step {number} ran backward and reduced no gradients over the ranks."
+        for number, reduced, backwards, in_ddp in self._each("reduced", "backwards", "in_ddp"):
+            is_bypassed = bool(self._model.get("ddp")) and not any(in_ddp)
+            if (
+                self._model.get("trained")
+                and backwards[0]
+                and not any(reduced)
+                and bypassed != (not is_bypassed)
+            ):
+                how = ", without a forward of the DDP model itself" * is_bypassed
+                yield f"Step {number} ran backward and reduced no gradients over the ranks{how}."
 
     def sync_each_micro_batch(self) -> Iterator[str]:
         for number, reduced, backwards in self._each("reduced", "backwards"):
@@ -125,10 +145,32 @@ class Evidence:
             if by_data and len(backwards[0]) > 1 and times > 0.9 * len(backwards[0]):
                 yield f"Step {number} ran backward {len(backwards[0])} times and reduced each time."
 
+    def undivided_losses(self) -> Iterator[str]:
+        for number, means, scaled in self._each("means", "scaled"):
+            for times, node in means[0]:
+                # else they were divided, or clipped to less
+                if scaled[0] and not 0 < _scale(scaled[0]) * times < _SAME:
+                    yield (
+                        f"Step {number} ran backward {times} times on one line, each on a mean ({node}): "
+                        f"the gradients are {times} times those of the mean over all samples."
+                    )
+
+    def copies_without_gradient(self) -> Iterator[str]:
+        for number, (shapes, *_) in self._each("copies"):
+            if shapes:
+                yield (
+                    f"Before the backward of step {number}, {len(shapes)} activations, such as one of "
+                    f"{shapes[0]}, were gathered into copies that carry no gradient."
+                )
+
+    def same_epoch(self) -> Iterator[str]:
+        if "epoch" in self._ranks[0].places:
+            yield "A DistributedSampler that shuffles began its second epoch with the number of the first."
+
     def no_gradient(self) -> Iterator[str]:
         idle = [{*step.get("idle", [])} for facts in self._ranks for step in facts.seen]
         never = sorted(set.intersection(*idle)) if len(idle) > len(self._ranks) else []
-        if never and not [*self.sync_off()]:
+        if never and not [*self._unsynced()]:
             blocks = f"{len(never)} of {self._model.get('blocks')} blocks, such as {never[0]}"
             yield f"In no step a trained parameter of {blocks}, got a gradient."
 
@@ -142,6 +184,15 @@ class Evidence:
             )
 
     def same_samples(self) -> Iterator[str]:
+        yield from self._same(stream=False)
+
+    def same_stream(self) -> Iterator[str]:
+        yield from self._same(stream=True)
+
+    def _same(self, *, stream: bool) -> Iterator[str]:
+        places = self._ranks[0].places
+        if stream != ("stream" in places and "loader" not in places):
+            return
         # It imports torch, which showing a page need not.
         from fsdp_utils.distributed.agreement import rank_names
 
@@ -179,7 +230,7 @@ class Evidence:
                 )
 
     def local_clip(self) -> Iterator[str]:
-        if [*self.sync_off()]:  # each rank has a norm of its own then
+        if [*self._unsynced()]:  # each rank has a norm of its own then
             return
         for number, steps in self._each("scaled"):
             scales = [*map(_scale, steps)]
@@ -188,6 +239,8 @@ class Evidence:
                 yield f"Before step {number} {self._all} scaled their gradients by {factors}."
 
     def clip_of_all(self) -> Iterator[str]:
+        if [*self._said("parameters that are not the sharded model's")]:  # which the optimizer should have
+            return
         for number, *both in self._each("scaled", "bystanders"):
             scale, other = (_scale(steps[0]) for steps in both)
             if scale < 1 / _SAME and max(scale, other) < _SAME * min(scale, other):
@@ -204,23 +257,15 @@ class Evidence:
         yield from self._differing(hybrid=False)
 
     def _differing(self, *, hybrid: bool) -> Iterator[str]:
-        if self._model.get("hybrid_fsdp1") == hybrid and not [*self.sync_off()]:
+        if self._model.get("hybrid_fsdp1") == hybrid and not [*self._unsynced(), *self.ddp_unfrozen()]:
             yield from self._said("Replicas of a parameter")
 
-    def experts_dim0(self) -> Iterator[str]:
-        yield from self._padded(experts=True)
-
-    def few_rows(self) -> Iterator[str]:
-        yield from self._padded(experts=False)
-
-    def _padded(self, *, experts: bool) -> Iterator[str]:
-        uneven = [
-            one for one in self._model.get("uneven", []) if (len(one[1]) > 2 and one[1][0] > 1) == experts
-        ]
-        added = sum(one[3] for one in uneven) / max(1, self._model.get("bytes", {}).get("parameters", 0))
-        if added > _PADDING:
-            name, shape, ranks, _ = max(uneven, key=lambda one: one[3])
-            yield f"{name} {shape}, cut between rows for {ranks} ranks, adds {added:.0%} of padding."
+    def ddp_unfrozen(self) -> Iterator[str]:
+        if len(self._ranks) > 1 and (names := self._model.get("unfrozen")):
+            yield (
+                f"{len(names)} parameters, such as {names[0]}, are trained, but were frozen when DDP wrapped "
+                "the model: their gradients are not reduced."
+            )
 
     def tied_units(self) -> Iterator[str]:
         yield from (f"{' and '.join(names)} were one parameter." for names in self._model.get("tied", []))

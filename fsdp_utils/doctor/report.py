@@ -32,7 +32,7 @@ def page(result: dict[str, Any], *, html: bool = False) -> str:
         ranks = [asdict(Facts(rank=0, world_size=1, ended="finished"))]
         result = {"script": "train.py", "ranks": ranks, "findings": []}
         print(page(result).splitlines()[0])
-        # train.py on 1 ranks, 0 optimizer steps: rank 0 finished
+        # train.py on 1 rank, 0 optimizer steps: rank 0 finished
     """
     parts = [*_parts(result)]
     if html:
@@ -44,6 +44,10 @@ def page(result: dict[str, Any], *, html: bool = False) -> str:
         lines += [heading, *(f"  {label:<{width}}{text}" for label, text in rows)]
         lines += [""] * bool(rows)
     return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _in_html(part: tuple[str, list[tuple[str, str]]]) -> str:
@@ -60,16 +64,23 @@ def _parts(result: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, str]]]
     ranks, found = [Facts(**one) for one in result["ranks"]], result["findings"]
     first = ranks[0]
     ends = "; ".join(f"rank {one.rank} {one.ended if len(one.ended) < 10 else 'failed'}" for one in ranks)
-    yield f"{result['script']} on {first.world_size} ranks, {len(first.seen)} optimizer steps: {ends}", []
+    counts = f"{_count(first.world_size, 'rank')}, {_count(len(first.seen), 'optimizer step')}"
+    yield f"{result['script']} on {counts}: {ends}", []
     if model := first.model:
-        elements, by = f"{model['trained']:,} of {model['elements']:,}", ", ".join(model["optimizers"])
+        elements, by = f"{model['elements']:,}", ", ".join(model["optimizers"])
+        if model["wrapped"]:
+            elements = f"{model['trained']:,} of {elements}"
+        else:
+            by += ", without FSDP or DDP"
         units = [(name, f"{size / _MIB:.3g} MiB, {words}") for name, size, words in model["units"]]
         yield f"Trained: {elements} parameters by {by}", units
+        if model["fsdp_is_missing"]:
+            yield "Accelerate was asked for FSDP, but shards nothing: it does so on accelerators alone", []
         if left_out := model["left_out"]:
             yield f"Require gradients, but no optimizer has them: {len(left_out)}, such as {left_out[0]}", []
         held = ", ".join(f"{name} {size / _MIB:.3g} MiB" for name, size in model["bytes"].items())
         share = model["elements"] * 16 / first.world_size / _MIB
-        yield f"Rank 0 holds {held}; 16 bytes a parameter would be {share:.3g} MiB on each rank", []
+        yield f"Rank 0 holds {held}; 16 bytes a parameter, sharded, would be {share:.3g} MiB on each rank", []
     if first.seen:
         sizes: dict[str, list[int]] = {}
         for kind, size in first.seen[-1].get("calls", []):

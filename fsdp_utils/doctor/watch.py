@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
-import hashlib
 import math
 import runpy
 import sys
@@ -18,40 +16,36 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import get_total_norm
-from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from fsdp_utils.collectives import OutOfStep, check_in_step, listen_to_calls
 from fsdp_utils.collectives.c10d_hooks import Call
 from fsdp_utils.collectives.call_site import find_line, place_in_words
 from fsdp_utils.collectives.fsdp_hooks import in_backward
 from fsdp_utils.doctor.findings import Facts
-from fsdp_utils.sharding.blocks import outermost, transformer_block_classes
-from fsdp_utils.sharding.checks import check_sharding
+from fsdp_utils.doctor.models import Models, digest, norms, params
 from fsdp_utils.sharding.local_part import local
 from fsdp_utils.sharding.names import plain_name
-from fsdp_utils.sharding.units import ROOT, Unit, find_units, parameter_sizes
-from fsdp_utils.sharding.wrapping import UNEVEN, padding
-from fsdp_utils.torch_internals.fsdp import fsdp1_dtypes, fsdp1_replicas, fsdp2_is_root
-from fsdp_utils.torch_internals.names import COMPILED, WRAPPED
+from fsdp_utils.sharding.units import ROOT, find_units
+from fsdp_utils.torch_internals.names import COMPILED
 from fsdp_utils.torch_internals.runtime import has_compiled, is_under_compile
 
-_SAMPLE = 4096  # elements of a tensor that are hashed, or whose norm is taken
 _FEW = 4  # elements: smaller tensors that are communicated are counts and losses, not gradients
 _HOLD_S, _LOOK_S = 4.0, timedelta(seconds=0.25)  # for all ranks to come to a call; between looks at a report
+_MEAN = 1  # of the losses' `reduction`, as autograd saves it
 _CLIPPED = 8  # parameters whose gradients are looked at after backward and before the step
 
 
@@ -72,14 +66,17 @@ class Watch:
         self._steps, self._taken = steps, 0
         self._step: dict[str, list[Any]] = defaultdict(list)
         self._optimizers: list[Any] = []
-        self._roots: list[nn.Module] = []
+        self._models = Models(self._optimizers)
         self._block: nn.Module | None = None  # whose activations are to be measured
         self._ties: list[list[str]] = []  # names of one parameter, before FSDP1 wrapped it
+        self._frozen: Any = WeakKeyDictionary()  # names of parameters, as DDP wrapped their module, by DDP
+        self._epochs: Any = WeakKeyDictionary()  # that were trained on, by sampler
+        self._begun: Any = None  # a sampler that has begun an epoch, until the next backward
+        self._gathered: list[Any] = []  # pairs of the copies and of what was sent, until the next backward
+        self._means: list[Any] = []  # of each backward until the next step: the calls, and its _mean()
+        self._others: list[Any] = []  # all-reduces outside of backward: dtype, elements, address
         self._sampled: dict[str, list[Any]] = {}  # parameters: "scaled" for those of the first optimizer ...
         self._norms: dict[str, list[float]] = {}  # of their gradients, as backward left them
-        self._left_out: dict[Any, str] = {}  # trainable parameters that no optimizer has
-        self._block_names: list[str] = []
-        self._blocks: list[tuple[str, list[Any]]] = []  # the parameters of each block that are trained
         self._whole: dict[Any, tuple[str, str]] = {}  # hashes of parameters before and after fully_shard
         self._sums: list[tuple[str, Tensor]] = []  # of gradients before their reduction, by unit
         self._trains = True  # whether the last forward was for training
@@ -115,11 +112,15 @@ class Watch:
         self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
         self._tell(nn.functional, "cross_entropy", self._loss)
         self._tell(torch.utils.checkpoint, "checkpoint", self._checkpoint)
-        self._tell(torch.autograd, "backward", lambda *_, **__: self._after_backward)
+        self._tell(torch.autograd, "backward", self._before_backward)
         self._tell(DataLoader, "__iter__", self._loader)
+        self._tell(DistributedSampler, "__iter__", self._epoch)
+        self._tell(dist, "all_gather", self._gather)
+        self._tell(dist, "all_gather_into_tensor", self._gather)
         self._tell(FSDP1, "__init__", self._wrap)
         self._tell(fsdp, "fully_shard", self._shard)
-        self._tell(DDP, "__init__", lambda *_, **__: self._note("wrap"))
+        self._tell(DDP, "__init__", self._wrap_in_ddp)
+        self._tell(DDP, "forward", lambda *_, **__: self._step["in_ddp"].append(1))
 
     def _tell(self, owner: Any, name: str, hear: Callable[..., Any]) -> None:
         """Have a function tell its arguments, then do what it did; what `hear` returns is called after it."""
@@ -201,9 +202,11 @@ class Watch:
         is_few = sum(one.numel() for one in tensors) <= _FEW
         if call.kind == "all_gather" and not is_few and not in_backward():
             step["gathered" if self._trains else "outside"].append(unit if unit != "" else ROOT)
+        elif call.kind == "all_reduce" and not is_few and not in_backward():
+            self._others += [(_name(one.dtype), one.numel(), _address(one)) for one in tensors]
         elif call.kind == "reduce_scatter" or (call.kind == "all_reduce" and not is_few):
             for one in tensors:
-                step["reduced"].append((str(one.dtype).removeprefix("torch."), one.numel()))
+                step["reduced"].append((_name(one.dtype), one.numel()))
                 self._sums.append((unit or ROOT, one.detach().sum(dtype=torch.float32)))
         elif is_few:
             step["told"] += [float(x) for one in tensors for x in one.detach().flatten().tolist()]
@@ -225,41 +228,76 @@ class Watch:
             names[p].append(plain_name(name))
         self._ties += [some for some in names.values() if len(some) > 1]
 
+    def _wrap_in_ddp(self, ddp: DDP, module: nn.Module, *_: Any, **__: Any) -> None:
+        self._note("wrap")
+        self._frozen[ddp] = {name for name, p in module.named_parameters() if not p.requires_grad}
+
     def _shard(self, modules: Any, *_: Any, **__: Any) -> Callable[[], None]:
         self._note("wrap")
         owners = [one for module in tree_leaves(modules) for one in module.modules()]
         named = [(owner, name, p) for owner in owners for name, p in owner.named_parameters(recurse=False)]
         whole = [one for one in named if not (one[2].is_meta or isinstance(one[2], DTensor))]
-        told = {(owner, name): _digest([p]) for owner, name, p in whole if p.requires_grad}
+        told = {(owner, name): digest([p]) for owner, name, p in whole if p.requires_grad}
 
         def after() -> None:
             cut = [(at, said, getattr(*at)) for at, said in told.items() if said]
-            self._whole |= {at: (said, _digest([p])) for at, said, p in cut if isinstance(p, DTensor)}
+            self._whole |= {at: (said, digest([p])) for at, said, p in cut if isinstance(p, DTensor)}
 
         return after
 
-    def _loader(self, loader: DataLoader) -> None:
-        if not self._taken and not isinstance(loader.dataset, IterableDataset):
+    def _loader(self, loader: DataLoader[Any]) -> None:
+        if isinstance(loader.dataset, IterableDataset):
+            self._note("stream")
+        elif not self._taken:
             self._note("loader")
             self.facts.loaders.append(len(loader))
+
+    def _epoch(self, sampler: DistributedSampler[Any]) -> None:
+        if sampler.shuffle and torch.is_grad_enabled():
+            if self._epochs.get(sampler) == sampler.epoch:
+                self._note("epoch")
+            self._begun = sampler
+
+    def _gather(self, into: Any = None, given: Any = None, *_: Any, **named: Any) -> None:
+        into = named.get("tensor_list", named.get("output_tensor", into))
+        given = named.get("tensor", named.get("input_tensor", given))
+        if given.requires_grad and given.numel() > 1 and torch.is_grad_enabled():
+            self._note("gather")
+            self._gathered.append((into, given))
 
     def _forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         self._trains = torch.is_grad_enabled()
+        if not self._trains:
+            self._begun = None  # the samples are evaluated
         if tensors and not self._trains:
             self._step["tokens"].append(list(tensors[0].shape))
         elif tensors and model.training:
             self._note("forward")
-            self._step["inputs"] += filter(None, [_digest(tensors)])
+            self._step["inputs"] += filter(None, [digest(tensors)])
 
-    def _after_backward(self, *_: Any, **__: Any) -> None:
+    def _before_backward(self, tensors: Any, *_: Any, **__: Any) -> Callable[..., None]:
         self._note("backward")
+        if self._begun is not None:
+            self._epochs[self._begun], self._begun = self._begun.epoch, None
+        node = tree_leaves(tensors)[0].grad_fn
+        self._means.append((_calls(), _mean(node)))
+        nodes = _graph(node) if self._gathered and node else set()
+        for into, given in self._gathered:
+            has_own = any(one.requires_grad for one in tree_leaves(into))  # put back in place of its copy
+            if not has_own and not nodes.isdisjoint(_graph(given.grad_fn, depth=1)):
+                self._step["copies"].append(list(given.shape))
+        self._gathered = []
+        return self._after_backward
+
+    def _after_backward(self) -> None:
         self._step["backwards"].append(1)
-        self._norms = {name: _norms(some) for name, some in self._sampled.items()}
+        self._norms = {name: norms(some) for name, some in self._sampled.items()}
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
+        self._quietly(self._count_means)
         if optimizer is self._optimizers[0]:
             if self._taken == self._steps:
                 raise _Stopped
@@ -273,57 +311,59 @@ class Watch:
         if optimizer is self._optimizers[0]:
             self._taken += 1
             self.facts.seen.append(dict(self._step))
-            self._step, self._sums, self._norms = defaultdict(list), [], {}
+            self._step, self._sums, self._norms, self._others = defaultdict(list), [], {}, []
+
+    def _count_means(self) -> None:
+        """Find the calls that have run backward several times since the last step, always on a mean."""
+        nodes: dict[Any, list[str]] = defaultdict(list)
+        for calls, node in self._means:
+            nodes[calls].append(node)
+        self._step["means"] += [
+            (len(some), some[0]) for some in nodes.values() if len(some) > 1 and all(some)
+        ]
+        self._means = []
 
     @torch.no_grad()  # outside of which local() is slow
     def _look_at_gradients(self) -> None:
         self._note("step")
-        for name, norms in self._norms.items():
-            pairs = zip(norms, _norms(self._sampled[name]), strict=False)
+        for name, before in self._norms.items():
+            pairs = zip(before, norms(self._sampled[name]), strict=False)
             self._step[name] = [new / old for old, new in pairs if 0 < old < math.inf and new > 0]
-        idle = ((name, all(p.requires_grad and p.grad is None for p in some)) for name, some in self._blocks)
+        blocks = self._models.trained_blocks
+        idle = ((name, all(p.requires_grad and p.grad is None for p in some)) for name, some in blocks)
         self._step["idle"] = [name for name, is_idle in idle if is_idle]
-        held = {p: local(p.grad) for one in self._optimizers for p in _params(one) if p.grad is not None}
+        held = {p: local(p.grad) for one in self._optimizers for p in params(one) if p.grad is not None}
+        if self._others:  # a program that reduces gradients by itself may send flat copies of them all
+            all_, own = sum(grad.numel() for grad in held.values()), {*map(_address, held.values())}
+            by_hand = [one[:2] for one in self._others if one[1] >= all_ or one[2] in own]
+            self._step["reduced"] += by_hand
         norm = get_total_norm(held.values())  # one pass; the largest element takes much longer
         if not bool(norm.isfinite()):
             bad = {p for p, grad in held.items() if not bool(grad.isfinite().all())}
             self._step["bad"] = [*dict.fromkeys(unit for unit, one in self._sums if not one.isfinite())]
             self._step["bad_after"] = [
-                plain_name(n) for root in self._roots for n, p in root.named_parameters() if p in bad
+                plain_name(n) for root in self._models.roots for n, p in root.named_parameters() if p in bad
             ]
 
     def _find_models(self) -> None:
-        """Find the outermost modules that hold FSDP or DDP modules, and listen to them."""
-        found = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
-        modules = [one for one in found if not issubclass(type(one), Optimizer)]
-        held = {p for one in found if issubclass(type(one), Optimizer) for p in _params(one)}
-        inner = {child for one in modules for child in one.children()}
-        outer = sorted((one for one in modules if one not in inner), key=lambda one: type(one).__name__)
-        wrapped = (FSDPModule, FSDP1, DDP)
-        self._roots = [root for root in outer if any(isinstance(one, wrapped) for one in root.modules())]
-        names = {module: name for root in self._roots for name, module in root.named_modules()}
-        named = ((p, name) for root in self._roots for name, p in root.named_parameters())
-        self._left_out = {p: plain_name(name) for p, name in named if p.requires_grad and p not in held}
-        for kind, some in (("scaled", _params(self._optimizers[0])), ("bystanders", [*self._left_out])):
+        """Find the models, and listen to them."""
+        self._models.find()
+        names = {module: name for root in self._models.roots for name, module in root.named_modules()}
+        both = (("scaled", params(self._optimizers[0])), ("bystanders", [*self._models.left_out]))
+        for kind, some in both:
             self._sampled[kind] = sorted(some, key=lambda p: -p.numel())[:_CLIPPED]
         for (owner, own), (told, then) in self._whole.items():
-            if owner in names and then and then == _digest([getattr(owner, own)]):
+            if owner in names and then and then == digest([getattr(owner, own)]):
                 self.facts.first[plain_name(names[owner], own)] = told
-        for root in self._roots:
-            with suppress(ValueError):  # no block is repeated
-                blocks = list(outermost(root, tuple(transformer_block_classes(root))))
-                trained = [(n, [p for p in one.parameters() if p in held and p.numel()]) for n, one in blocks]
-                self._blocks += [(name, some) for name, some in trained if some]
-                self._block = blocks[0][1]
-                self._block_names += [name for name, _ in blocks]
-                if not has_compiled():
-                    self._hook(self._block, self._keep)
+        if has_compiled():  # hooks inside of what is compiled would compile it again
+            self.facts.unseen.append("activations, and the order of units, of a compiled model")
+        elif self._models.blocks:
+            self._block = self._models.blocks[0][1]
+            self._hook(self._block, self._keep)
+        for root in self._models.roots:
             if COMPILED in dict(root.named_children()) or not is_under_compile(root):
                 self._hook(root, self._forward, with_kwargs=True)
-            if has_compiled():  # hooks inside of what is compiled would compile it again
-                self.facts.unseen.append("activations, and the order of units, of a compiled model")
-                continue
-            for unit in find_units(root):
+            for unit in [] if has_compiled() else find_units(root):
                 self._hook(unit.modules[0], functools.partial(self._used, unit.name))
 
     def _hook(self, module: nn.Module, hear: Callable[..., None], **options: bool) -> None:
@@ -359,98 +399,36 @@ class Watch:
         context.__enter__()
 
     def _examine(self) -> None:
-        """Collect what does not change from step to step."""
-        self.facts.problems = []
-        for root in self._roots:
-            own = [one for one in self._optimizers if not {*root.parameters()}.isdisjoint(_params(one))]
-            if own or len(self._roots) == 1:
-                self.facts.problems += check_sharding(root, (own or self._optimizers)[0])
-        modules = [(name, one) for root in self._roots for name, one in root.named_modules()]
-        named = {p: plain_name(name) for root in self._roots for name, p in root.named_parameters()}
-        sharded = [p for p in named if isinstance(p, DTensor)]
-        in_ddp = {p for _, one in modules if isinstance(one, DDP) for p in one.parameters()}
-        by_root = [parameter_sizes(root, find_units(root, also_empty=True)) for root in self._roots]
-        units = {unit: own for of_root in by_root for unit, own in of_root.items() if unit}
-        sizes = [sum(own.values()) for own in units.values()]
-        unit_of = {name: unit.name for unit, own in units.items() for name in own}
-        fsdp1: dict[Any, int] = {one.modules[0]: sum(own.values()) for one, own in units.items() if one.fsdp1}
-        meshes = [p.device_mesh.size() for p in sharded]
-        replicas = {one: fsdp1_replicas(one) for one in fsdp1}
-        meshes += [one.process_group.size() * (of.size() if of else 1) for one, of in replicas.items()]
-        states = [value for one in self._optimizers for value in tree_leaves([*one.state.values()])]
-        tensors = {
-            "parameters": named,
-            "gradients": [p.grad for p in named],
-            "optimizer states": [one for one in states if isinstance(one, Tensor)],
-        }
-        wrapped = [(name, dict(one.named_children()).get(WRAPPED[1])) for name, one in modules]
-        inside = tuple(f"{name}." for name in self._block_names)
-        trained = [p.numel() for p in (*sharded, *in_ddp) if p.requires_grad]
-        trained += [size for one, size in fsdp1.items() if any(p.requires_grad for p in one.parameters())]
-        self.facts.model = {
-            "units": [(unit.name, unit.nbytes, _in_words(unit)) for unit in units],
-            "elements": sum(sizes) + sum(p.numel() for p in in_ddp),
-            "trained": sum(trained),
-            "left_out": [*self._left_out.values()],
-            "optimizers": [type(one).__name__ for one in self._optimizers],
-            "bytes": {name: sum(map(_nbytes, some)) for name, some in tensors.items()},
-            "blocks": len(self._block_names),
-            "parts": [unit.nbytes for unit in units if unit.name.startswith(inside)],
-            # whether all ranks share all parameters, cut along one dimension
-            "by_data": {*meshes} <= {self.facts.world_size}
-            and all(sum(one.is_shard() for one in p.placements) < 2 for p in sharded),
-            "hybrid_fsdp1": any(replicas.values()),
-            "tied": [names for names in self._ties if len({unit_of.get(name, ROOT) for name in names}) > 1],
-            "uneven": [
-                (named[p], list(p.shape), ranks, padding(p.shape, ranks) * p.itemsize // ranks)
-                for p in sharded
-                if p.dim() > 1 and p.placements[-1].is_shard(0)
-                for ranks in [p.device_mesh.size(p.device_mesh.ndim - 1)]
-                if padding(p.shape, ranks) > UNEVEN * p.numel()
-            ],
-            "checkpoint_around": [
-                plain_name(name) or ROOT for name, one in wrapped if isinstance(one, FSDPModule | FSDP1)
-            ],
-            "called_alone": [
-                plain_name(name)
-                for root in self._roots
-                if isinstance(root, FSDPModule)
-                for name, one in root.named_modules()
-                if one is not root and isinstance(one, FSDPModule) and fsdp2_is_root(one)
-            ],
-            "drops": any(isinstance(one, nn.Dropout) and one.p and one.training for _, one in modules),
-        }
+        self.facts.problems = self._models.problems()
+        self.facts.model = self._models.describe(self.facts.world_size, self._ties, self._frozen)
 
 
-def _params(optimizer: Optimizer) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-@torch.no_grad()
-def _norms(params: list[Any]) -> list[float]:
-    """Return the norms of the beginnings of the gradients on this rank."""
-    parts = [local(p.grad).flatten()[:_SAMPLE] for p in params if p.grad is not None]
-    return torch.stack([part.float().norm() for part in parts]).tolist() if parts else []
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
-@torch.no_grad()
-def _digest(tensors: list[Any]) -> str:
-    """Hash the beginnings of tensors on this rank; "" if each has one value all over."""
-    parts = [local(one.detach()).flatten()[:_SAMPLE].cpu() for one in tensors]
-    if not any(bool((part != part[:1]).any()) for part in parts):
-        return ""
-    text = b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
-    return hashlib.sha256(text).hexdigest()[:16]
+def _calls() -> tuple[tuple[int, int], ...]:
+    """Return the code and line of all callers: where two lines share a helper, the calls differ."""
+    return tuple((id(frame.f_code), line) for frame, line in traceback.walk_stack(None))
 
 
-def _nbytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else local(tensor).nbytes
+def _mean(node: Any) -> str:
+    """Return the name of an autograd node that takes a mean, "" for others."""
+    is_mean = node is not None and (
+        node.name() == "MeanBackward0" or getattr(node, "_saved_reduction", 0) == _MEAN
+    )
+    return node.name() if is_mean else ""
 
 
-def _in_words(unit: Unit) -> str:
-    """The dtypes at rest and in the computation, and how the parameters lie on the ranks."""
-    if unit.fsdp1:
-        return " ".join({"FSDP1, {} computed in {}".format(*fsdp1_dtypes(part)) for part in unit.parts})
-    held = [p.sharded_param for part in unit.parts for p in part.fsdp_params]
-    kinds = {f"{p.dtype} {p.placements}{'' if p.requires_grad else ' frozen'}" for p in held}
-    return ", ".join(["FSDP2", *sorted(kinds)])
+def _graph(node: Any, depth: int | None = None) -> set[Any]:
+    """Return the nodes of an autograd graph, or those that are at most so far from its end."""
+    found, last = {node}, {node}
+    while last and depth != 0:
+        last = {one for each in last for one, _ in each.next_functions if one is not None} - found
+        found |= last
+        depth = depth and depth - 1
+    return found

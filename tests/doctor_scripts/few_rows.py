@@ -1,4 +1,4 @@
-"""A position embedding [1, 256, 128] has one row, so rank 0 holds all of it and of its state.
+"""A position embedding [1, 8192, 128] has one row, so rank 0 holds all of it and of its state.
 
 torchvision's ViT has such a parameter.
 """
@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 
 
 class Decoder(nn.Module):
-    def __init__(self, width: int = 128, longest: int = 256) -> None:
+    def __init__(self, width: int = 128, longest: int = 8192) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.position = nn.Parameter(torch.randn(1, longest, width) * 0.02)

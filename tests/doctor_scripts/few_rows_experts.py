@@ -17,8 +17,8 @@ class MoEBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS)
-        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 4 * WIDTH) / WIDTH**0.5)
-        self.down = nn.Parameter(torch.randn(EXPERTS, 4 * WIDTH, WIDTH) / (4 * WIDTH) ** 0.5)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 8 * WIDTH) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 8 * WIDTH, WIDTH) / (8 * WIDTH) ** 0.5)
         self.mix = nn.Conv1d(WIDTH, WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:

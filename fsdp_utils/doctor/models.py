@@ -1,0 +1,195 @@
+"""Find the models that a script trains, and describe how they are sharded and what a rank holds of them."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from fsdp_utils.sharding.blocks import outermost, transformer_block_classes
+from fsdp_utils.sharding.checks import check_sharding
+from fsdp_utils.sharding.local_part import local
+from fsdp_utils.sharding.names import plain_name
+from fsdp_utils.sharding.units import ROOT, Unit, find_units, parameter_sizes
+from fsdp_utils.torch_internals.fsdp import fsdp1_dtypes, fsdp1_replicas, fsdp2_is_root
+from fsdp_utils.torch_internals.names import WRAPPED
+
+_SAMPLE = 4096  # elements of a tensor that are hashed, or whose norm is taken
+
+
+class Models:
+    """The models of a script: the outermost modules that hold FSDP or DDP modules."""
+
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        self.optimizers = optimizers  # that have stepped; the caller adds to them
+        self.roots: list[nn.Module] = []
+        self.blocks: list[tuple[str, nn.Module]] = []
+        self.trained_blocks: list[tuple[str, list[Any]]] = []  # the parameters of each that are trained
+        self.left_out: dict[Any, str] = {}  # trainable parameters that no optimizer has
+
+    def find(self) -> None:
+        """Find the models among all objects of this process."""
+        found = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
+        modules = [one for one in found if not issubclass(type(one), Optimizer)]
+        held = {p for one in found if issubclass(type(one), Optimizer) for p in params(one)}
+        inner = {child for one in modules for child in one.children()}
+        outer = sorted((one for one in modules if one not in inner), key=lambda one: type(one).__name__)
+        wrapped = (FSDPModule, FSDP1, DDP)
+        self.roots = [root for root in outer if any(isinstance(one, wrapped) for one in root.modules())]
+        named = ((p, name) for root in self.roots for name, p in root.named_parameters())
+        self.left_out = {p: plain_name(name) for p, name in named if p.requires_grad and p not in held}
+        self.blocks = [block for root in self.roots for block in _blocks(root)]
+        trained = [(n, [p for p in one.parameters() if p in held and p.numel()]) for n, one in self.blocks]
+        self.trained_blocks = [(name, some) for name, some in trained if some]
+
+    def problems(self) -> list[str]:
+        """Return what check_sharding says of each model with its optimizer."""
+        said = []
+        for root in self.roots:
+            own = [one for one in self.optimizers if not {*root.parameters()}.isdisjoint(params(one))]
+            if own or len(self.roots) == 1:
+                said += check_sharding(root, (own or self.optimizers)[0])
+        return said
+
+    def describe(self, world_size: int, ties: list[list[str]], frozen: Any) -> dict[str, Any]:
+        """Return the facts that do not change from step to step.
+
+        ties: names of one parameter before FSDP1 wrapped it; frozen: names of the parameters that were frozen
+        when DDP wrapped its module, by DDP module.
+        """
+        modules = [(name, one) for root in self.roots for name, one in root.named_modules()]
+        held = {p for one in self.optimizers for p in params(one)}
+        named = {p: plain_name(name) for root in self.roots for name, p in root.named_parameters()}
+        held_or_named = [*named] if self.roots else [*held]
+        sharded = [p for p in named if isinstance(p, DTensor)]
+        ddps = [one for _, one in modules if isinstance(one, DDP)]
+        in_ddp = {p for one in ddps for p in one.parameters()}
+        by_root = [parameter_sizes(root, find_units(root, also_empty=True)) for root in self.roots]
+        units = {unit: own for of_root in by_root for unit, own in of_root.items() if unit}
+        sizes = [sum(own.values()) for own in units.values()]
+        unit_of = {name: unit.name for unit, own in units.items() for name in own}
+        fsdp1: dict[Any, int] = {one.modules[0]: sum(own.values()) for one, own in units.items() if one.fsdp1}
+        meshes = [p.device_mesh.size() for p in sharded]
+        replicas = {one: fsdp1_replicas(one) for one in fsdp1}
+        meshes += [one.process_group.size() * (of.size() if of else 1) for one, of in replicas.items()]
+        states = [value for one in self.optimizers for value in tree_leaves([*one.state.values()])]
+        tensors = {
+            "parameters": held_or_named,
+            "gradients": [p.grad for p in held_or_named],
+            "optimizer states": [one for one in states if isinstance(one, Tensor)],
+        }
+        around = [(name, dict(one.named_children()).get(WRAPPED[1])) for name, one in modules]
+        inside = tuple(f"{name}." for name, _ in self.blocks)
+        trained = [p.numel() for p in (*sharded, *in_ddp) if p.requires_grad]
+        trained += [size for one, size in fsdp1.items() if any(p.requires_grad for p in one.parameters())]
+        # a module may have been wrapped once more
+        by_ddp = [
+            (p, name in names) for one, names in frozen.items() for name, p in one.module.named_parameters()
+        ]
+        reduced = {p for p, was_frozen in by_ddp if not was_frozen}
+        elements = sum(sizes) + sum(p.numel() for p in in_ddp)
+        return {
+            "wrapped": bool(self.roots),
+            "ddp": bool(ddps),
+            "units": [(unit.name, unit.nbytes, _in_words(unit)) for unit in units],
+            "elements": elements if self.roots else sum(p.numel() for p in held),
+            "trained": sum(trained),
+            "left_out": [*self.left_out.values()],
+            "optimizers": [type(one).__name__ for one in self.optimizers],
+            "bytes": {name: sum(map(_nbytes, some)) for name, some in tensors.items()},
+            "blocks": len(self.blocks),
+            "parts": [unit.nbytes for unit in units if unit.name.startswith(inside)],
+            # whether all ranks share all parameters, cut along one dimension
+            "by_data": {*meshes} <= {world_size}
+            and all(sum(one.is_shard() for one in p.placements) < 2 for p in sharded),
+            "hybrid_fsdp1": any(replicas.values()),
+            "tied": [names for names in ties if len({unit_of.get(name, ROOT) for name in names}) > 1],
+            "checkpoint_around": [
+                plain_name(name) or ROOT for name, one in around if isinstance(one, FSDPModule | FSDP1)
+            ],
+            "called_alone": [
+                plain_name(name)
+                for root in self.roots
+                if isinstance(root, FSDPModule)
+                for name, one in root.named_modules()
+                if one is not root and isinstance(one, FSDPModule) and fsdp2_is_root(one)
+            ],
+            "unfrozen": [
+                plain_name(name)
+                for one, names in frozen.items()
+                for name, p in one.module.named_parameters()
+                if name in names and p in held - reduced and p.requires_grad and p.grad is not None
+            ],
+            "drops": any(isinstance(one, nn.Dropout) and one.p and one.training for _, one in modules),
+            # Accelerate and the Trainer set it
+            "fsdp_is_missing": os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not units,
+        }
+
+
+def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the transformer blocks by name."""
+    try:
+        classes = tuple(transformer_block_classes(module))
+    except ValueError:  # no block is repeated
+        return
+    for name, block in outermost(module, classes):
+        if _is_network(block):
+            yield from _blocks(block, plain_name(prefix, name))
+        else:
+            yield plain_name(prefix, name), block
+
+
+def _is_network(module: nn.Module) -> bool:
+    """Say whether a repeated module is a network with units of its own: a root, or with a list of units."""
+    wrapped = (FSDPModule, FSDP1)
+    lists = [[*one] for one in module.modules() if isinstance(one, nn.ModuleList)]
+    if any(isinstance(one, wrapped) for some in lists for one in some):
+        return True
+    has_units = any(isinstance(one, wrapped) for one in module.modules() if one is not module)
+    return has_units and isinstance(module, FSDPModule) and fsdp2_is_root(module)
+
+
+def params(optimizer: Optimizer) -> list[Any]:
+    """Return the parameters of all groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@torch.no_grad()
+def norms(some: list[Any]) -> list[float]:
+    """Return the norms of the beginnings of the parameters' gradients on this rank."""
+    parts = [local(p.grad).flatten()[:_SAMPLE] for p in some if p.grad is not None]
+    return torch.stack([part.float().norm() for part in parts]).tolist() if parts else []
+
+
+@torch.no_grad()
+def digest(tensors: list[Any]) -> str:
+    """Hash the beginnings of tensors on this rank; "" if each has one value all over."""
+    parts = [local(one.detach()).flatten()[:_SAMPLE].cpu() for one in tensors]
+    if not any(bool((part != part[:1]).any()) for part in parts):
+        return ""
+    text = b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def _nbytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else local(tensor).nbytes
+
+
+def _in_words(unit: Unit) -> str:
+    """The dtypes at rest and in the computation, and how the parameters lie on the ranks."""
+    if unit.fsdp1:
+        return " ".join({"FSDP1, {} computed in {}".format(*fsdp1_dtypes(part)) for part in unit.parts})
+    held = [p.sharded_param for part in unit.parts for p in part.fsdp_params]
+    kinds = {f"{p.dtype} {p.placements}{'' if p.requires_grad else ' frozen'}" for p in held}
+    return ", ".join(["FSDP2", *sorted(kinds)])
