@@ -31,9 +31,9 @@ plots.show(fig, alt="Bytes per weight at rest and on the wire: trained 4 and 2, 
 # | your weights | what to do | what it costs |
 # |:--|:--|:--|
 # | frozen, beside trained adapters (QLoRA) | store 4 bits, with a scale for each 64 weights | weights 11% off, decoded in each forward |
-# | trained, all-gathers hidden behind computation | nothing: gather in bf16 | nothing |
-# | trained, the GPU waits for all-gathers | send int8, with a scale for each 64 weights | weights 0.6% off, coded and decoded for each gather |
-# | trained, products in float8 | send float8, with one scale for all ranks | weights 2.7% off, an all-reduce in each step |
+# | trained, all-gathers hidden behind computation | gather in bf16 | nothing |
+# | trained, the GPU waits for all-gathers | send int8, with a scale for each 64 weights, if the ranks divide the rows | weights 0.6% off, coded and decoded for each gather |
+# | trained, with matrix products in float8 | send float8, with one scale for all ranks | weights 2.7% off, an all-reduce in each step |
 #
 # The percentages are measured below, for normally distributed weights.
 
@@ -43,7 +43,7 @@ lesson.card(
     learn="keep frozen weights in 4 bits, gather trained weights in 8, and see what either costs in error",
     needs="[lesson 4](04_backward_prefetch.ipynb), [lesson 7](07_mixed_precision.ipynb), "
     "[lesson 9](09_child_tuning.ipynb)",
-    minutes=(1, 18, 20),
+    minutes=(1, 20, 20),
 )
 
 # %% [markdown]
@@ -125,16 +125,16 @@ lesson.card(
 # What it does to a large model is not measured here: [QLoRA](https://arxiv.org/abs/2305.14314) reports the
 # quality of 16 bits with NF4, whose levels are denser around 0, and a higher perplexity with even steps.
 #
-# **Checkpoint each block** ([lesson 2](02_activation_checkpointing.ipynb)): where `x` has a gradient, autograd
-# keeps the decoded weight of `x @ weight.T` until backward, and all layers' decoded weights together are the
-# full model in bf16.
+# **Use activation checkpointing on each block** ([lesson 2](02_activation_checkpointing.ipynb)). Without it
+# autograd keeps the decoded weight of `x @ weight.T` until backward, where `x` has a gradient, and the decoded
+# weights of all layers are the full model in bf16.
 #
 # ## Which storage FSDP shards
 #
 # FSDP2 shards each parameter by itself. In torch 2.13 `uint8` may stand beside a float32 adapter, and a policy
 # casts only floating-point parameters. torch 2.11 raises in `fully_shard`: `only Tensors of floating point
-# dtype can require gradients` ([issue 177844](https://github.com/pytorch/pytorch/issues/177844)). FSDP1 lays all parameters of a unit end to end,
-# so they need one floating-point dtype. Hence bitsandbytes'
+# dtype can require gradients` ([issue 177844](https://github.com/pytorch/pytorch/issues/177844)). FSDP1 lays
+# all parameters of a unit end to end, so they need one floating-point dtype. Hence bitsandbytes'
 # [`bnb_4bit_quant_storage=torch.bfloat16`](https://huggingface.co/docs/bitsandbytes/main/en/fsdp_qlora): the
 # same bytes, read as bf16 numbers. `sharded4` (folded) runs a step of the script's layer and compares the
 # output with the unsharded layer's.
@@ -231,9 +231,7 @@ Table(["", "what happens"], ways.items())
 # **This holds for plain parameters.** bitsandbytes' `Params4bit` keeps its scales in an attribute, which its
 # shards under FSDP2 do not have. Users report a loss of 0 and gradients of NaN with `uint8` ([accelerate issue
 # 3983](https://github.com/huggingface/accelerate/issues/3983)), and wrong outputs with bf16 ([bitsandbytes
-# issue 1945](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1945), open). Since [pull
-# 3987](https://github.com/huggingface/accelerate/pull/3987) accelerate leaves those in `uint8` whole on each
-# rank.
+# issue 1945](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1945), open).
 #
 # ## How many weights share a scale
 #
@@ -296,23 +294,23 @@ assert (round(one["int8", whole][4]), round(one["int4", whole][0])) == (18, 21)
 plots.show(fig, alt="Rounding error over the size of large weights: float8, int8, int4, with and without blocks.")
 
 # %% [markdown]
-# - **Four bits need blocks.** With one scale they are 21% off at the first point; in blocks of 64 it is 11%
-#   with one large weight of any size. A bf16 scale for each 64 weights costs a quarter of a bit per weight.
-#   With one large weight in a thousand they are 15% off at ten standard deviations, and 27% at eighty.
+# - **Four bits need blocks.** With one scale the weights are 21% off at the first point; in blocks of 64 they
+#   are 11% off, whatever the size of one large weight. With one in a thousand they are 15% off at ten standard
+#   deviations, and 27% at eighty. A bf16 scale for each 64 weights costs a quarter of a bit per weight.
 # - **Int8 in blocks is the most accurate**, up to 320 standard deviations with one large weight, and up to 40
 #   with one in a thousand. With one scale it is 18% off at eighty.
 # - **Float8 needs one scale**: each number has an exponent, and the error is 2.5 to 2.7% in the whole sweep.
 #
-# How many are large among yours? `(w.abs() > 10 * w.std()).float().mean()`.
+# Measure how many of your weights are large: `(w.abs() > 10 * w.std()).float().mean()`.
 #
 # ## Your turn 1 · Pack four bits in blocks
 #
 # Write `pack(weight)`, from `f32[64, 256]` to two tensors, the codes and their scales, and `unpack(codes,
 # scales)`, back to `[64, 256]`. One weight of the matrix is 40; the others have a standard deviation of 1.
 # Use at most 4.5 bits for each weight, scales included; the others may be at most 14% off. The script's
-# `pack`, with a scale for each row of 256, is 18% off; blocks of 128 are not enough. Both tensors become
-# frozen parameters under `fully_shard` with `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, and `unpack`
-# gets what it gathers.
+# `pack`, with a scale for each row of 256, is 18% off; blocks of 128 are not enough. (A first check of
+# `unpack`, without the large weight, allows 18%.) Both tensors become frozen parameters under `fully_shard`
+# with `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, and `unpack` gets what it gathers.
 #
 # <details><summary>Hint</summary>
 #
@@ -555,7 +553,7 @@ class NothingToFree(Float8):                                    # wrong: return 
 # PyTorch sends each operation on a `Float8` to `__torch_dispatch__`, which runs it on `inner`:
 # `tree_map_only` replaces each `Float8` among the arguments. `fully_shard` detaches, pads, slices and views
 # a weight; the results of these operations (`KEEP`, by PyTorch's internal names) become `Float8` again, or
-# the shard would lose its hooks. Other operations, such as the optimizer's, return plain tensors.
+# the shard would lose its hooks. Other operations return plain tensors.
 #
 # `train` gives both weights of a small model a class before `fully_shard`, and trains for 40 steps. The model
 # has to be on its device by then: a later `model.to(...)` does not convert `inner`. Rank 0's rows begin four
@@ -626,8 +624,8 @@ Table(
 # says nothing about a large one. Each weight is gathered twice, in forward and in backward. Gradients are
 # reduced in float32, as the policy says.
 #
-# **All ranks must decode with the same scale.** In `OwnScale` each rank decodes all codes with its own. Rank
-# 0's scale is the largest, so rank 0 reads the others' rows too large, and they read its rows too small: each
+# **All ranks must decode with the same scale.** In `OwnScale` each rank decodes all codes with its own scale.
+# Rank 0's is the largest, so rank 0 reads the others' rows too large, and they read its rows too small: each
 # rank computes with a different model, and nothing raises. `Int8` gathers its scales with the codes.
 #
 # **The tuple names what `reshard` frees.** If it is empty, all decoded weights stay on each rank beside the
@@ -648,12 +646,11 @@ Table(
 #
 # ## Your turn 2 · One all-reduce for all scales
 #
-# `Float8` sends a tiny all-reduce for each weight and gather. Weights change only in `optimizer.step()`, so
-# one for all of them after each step is enough. Write `find_scales(parameters)`: it gets the model's sharded
-# weights and returns a list of scales, each a tensor of one number: the largest absolute value of the
+# `Float8` sends a tiny all-reduce for each weight and gather. Weights change only in `optimizer.step()`, so one
+# all-reduce for all weights after each step is enough. Write `find_scales(parameters)`: it gets the model's
+# sharded weights and returns a list of scales, each a tensor of one number: the largest absolute value of the
 # *whole* weight, divided by 448 (none here is all zeros, so no clamp). Send **one** collective.
-# `p.to_local().inner` is this rank's shard of `p`, in float32. (torchao has this as
-# `precompute_float8_dynamic_scale_for_fsdp`.)
+# `p.to_local().inner` is this rank's shard of `p`, in float32.
 #
 # <details><summary>Hint</summary>
 #
@@ -753,9 +750,9 @@ def find_scales(parameters):                                    # one for the mo
 # %% [markdown]
 # ## When it pays
 #
-# Fewer bytes save time only where the GPU waits for all-gathers: slow links, small batches. A user with 64 GPUs saw no clear gain ([issue
-# 653](https://github.com/pytorch/torchtitan/issues/653)). Most of float8's gain is in products: "typically
-# 80% comes from fp8 compute and 20% comes from the fp8 all gather" ([issue
+# Fewer bytes save time only where the GPU waits for all-gathers: slow links, small batches. A user with 64
+# GPUs saw no clear gain ([issue 653](https://github.com/pytorch/torchtitan/issues/653)). Most of float8's gain
+# is in products: "typically 80% comes from fp8 compute and 20% comes from the fp8 all gather" ([issue
 # 687](https://github.com/pytorch/torchtitan/issues/687)); torchao's `Float8Linear` does both. The next table
 # is one forward product on an H200 (torch 2.11, one run), of `rows` by 8,192 with 8,192 by 8,192. The float8
 # time includes finding a scale for both matrices and casting them, compiled.
@@ -771,8 +768,8 @@ Table(["rows", "bf16, µs", "float8 with casts, µs", "times as fast"], table)
 
 # %% [markdown]
 # Rows are the tokens of a rank. The cast of the weight takes as long for few rows as for many, so at 1,024
-# rows float8 is slower. With float8 gathers each rank casts only its shard of a weight, so a step pays less
-# for casts than this. Forward's product reads the gathered codes; on an H100 or H200 backward's product with
+# rows float8 is slower. With float8 gathers each rank casts only its shard, so a step pays less for casts than
+# this. Forward's product reads the gathered codes; on an H100 or H200 backward's product with
 # the weight needs them transposed.
 #
 # ## When it goes wrong
@@ -781,7 +778,7 @@ Table(["rows", "bf16, µs", "float8 with casts, µs", "times as fast"], table)
 # |:--|:--|:--|
 # | `only Tensors of floating point dtype can require gradients` in `fully_shard` | integer parameters under FSDP2 in torch 2.11 or older | torch 2.13 |
 # | `Must flatten tensors with uniform dtype`, `Cannot flatten integer dtype tensors` | FSDP1 and integers, or adapters in another dtype than the codes | FSDP2; or codes stored in the adapters' dtype |
-# | bitsandbytes under FSDP2: a loss of 0, NaN, wrong outputs, or each rank holds all 4-bit weights | shards of `Params4bit` lose its scales; accelerate leaves `uint8` ones whole | codes and scales as plain parameters |
+# | bitsandbytes under FSDP2: a loss of 0, NaN, wrong outputs, or each rank holds all 4-bit weights | shards of `Params4bit` lose its scales; accelerate leaves `uint8` ones whole ([pull 3987](https://github.com/huggingface/accelerate/pull/3987)) | codes and scales as plain parameters |
 # | wrong outputs with fp16 | codes stored as bf16 and cast | storage dtype = `param_dtype`, or `uint8` under FSDP2 |
 # | `FSDP expects uniform original parameter dtype` (FSDP2, torch 2.13) | two dtypes of *trainable* parameters in a unit | one dtype for all adapters |
 # | float8: a poor loss, or ranks differ on the same batch | a scale for each rank | all-reduce it, with MAX |
@@ -790,7 +787,7 @@ Table(["rows", "bf16, µs", "float8 with casts, µs", "times as fast"], table)
 # | `Invalid scalar type` | gloo and float8 | send `codes.view(torch.uint8)` |
 # | `Expected out tensor to have dtype`, or gathers of 2 bytes again | `load_state_dict(assign=True)` or `to_empty` replaced the `Float8` shards by plain ones | load without `assign` |
 # | `Unsupported global` in `dcp.load` | the shards were saved as `Float8` | `torch.serialization.safe_globals([Float8])` |
-# | memory as with bf16 weights | decoded weights stay: in autograd, in a cache, or as the tuple was empty | checkpoint blocks; keep no cache; name in the tuple what the hook made |
+# | memory as with bf16 weights | decoded weights stay: in autograd, in a cache, or as the hook's tuple was empty | activation checkpointing; no cache; name in the tuple what the hook made |
 # | no faster | all-gathers were hidden, or coding costs more than it saves | measure first how long the GPU waits for all-gathers |
 #
 # ## The rule
