@@ -39,7 +39,7 @@ MOST_LINES = {
     "precision": 302,
     "torch_internals": 434,
     "checkpoint": 2457,  # 1760
-    "child_tuning": 552,  # 495
+    "child_tuning": 553,  # 495
     "collectives": 1937,  # 1980
     "distributed": 991,  # 880
     "integrations": 402,  # 275
@@ -48,7 +48,7 @@ MOST_LINES = {
     "pretrained": 505,  # 495
     "sharding": 1088,  # 770
     "train": 1087,
-    "all together": 17_856,  # 15,000
+    "all together": 17_857,  # 15,000
 }
 # Modules inside rooms that lessons and users import by name too.
 BY_NAME = (

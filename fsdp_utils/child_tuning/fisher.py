@@ -47,7 +47,8 @@ def fisher_mask(
 
     Raises:
         ValueError: nothing to keep or to train; no batches, or not as many on all ranks; another keep on
-            another rank; a gradient that is not finite. The same on all ranks.
+            another rank; a gradient that is not finite. The same on all ranks. After half an hour: ranks that
+            did not call this.
 
     Source: Xu et al. 2021, "Raise a Child in Large Language Model" (arXiv 2109.05687), section 2.2.2.
 

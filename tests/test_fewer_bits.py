@@ -1,0 +1,99 @@
+"""Hold what lesson 22 says of its classes and no cell shows: padding, checkpoints, memory, lost hooks."""
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_utils import load_distributed, record_collectives, save_distributed
+from tests.on_ranks import on_ranks
+from tools import build_lessons
+
+(SOURCE,) = [path.read_text(encoding="utf-8") for path in build_lessons.sources() if path.stem[:2] == "22"]
+
+
+def lesson() -> ModuleType:
+    """Return a module with the classes of the script and of the lesson's cell about 8 bits."""
+    (script,) = re.findall(r"^# def pack\(.*?(?=^# for bits)", SOURCE, re.MULTILINE | re.DOTALL)
+    (cell,) = re.findall(r"^aten, E4M3 =.*?(?=^# %%)", SOURCE, re.MULTILINE | re.DOTALL)
+    imports = "import math, torch\nimport torch.distributed as dist\nfrom torch import nn\n"
+    imports += "from torch.utils._pytree import tree_map_only\n"
+    module = sys.modules["lesson_22"] = ModuleType("lesson_22")
+    exec(imports + re.sub(r"^# ?", "", script, flags=re.MULTILINE) + cell, module.__dict__)
+    return module
+
+
+def sharded(weight: torch.Tensor) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight)
+    return fully_shard(layer)
+
+
+def test_autograd_keeps_the_decoded_weight_of_a_layer_until_backward() -> None:
+    module, kept = lesson(), []
+    layer = module.Layer(*module.pack(torch.randn(256, 256))).bfloat16()
+    with saved_tensors_hooks(lambda t: kept.append(t.shape), lambda _: torch.empty(0)):
+        layer(torch.ones(2, 256, dtype=torch.bfloat16, requires_grad=True))
+    assert (256, 256) in kept
+    kept.clear()
+    with saved_tensors_hooks(lambda t: kept.append(t.shape), lambda _: torch.empty(0)):
+        layer(torch.ones(2, 256, dtype=torch.bfloat16))
+    assert (256, 256) not in kept
+
+
+@on_ranks()
+def test_float8_pads_and_int8_cannot() -> None:
+    module, weight = lesson(), torch.randn(9, 64)
+    layer = sharded(module.Float8(weight.clone()))
+    for _ in range(2):  # the second gather writes into the first one's weight
+        layer(torch.ones(1, 64))
+        assert (layer.weight - weight).norm() < 0.03 * weight.norm()
+        layer.reshard()
+    uneven = sharded(module.Int8(weight.clone()))
+    if torch.distributed.get_rank() == 1:  # rank 0 has no padding, and would wait
+        with pytest.raises(AssertionError, match="all-gather inputs with the padded sharded size"):
+            uneven(torch.ones(1, 64))
+
+
+@on_ranks()
+def test_float8_shards_are_saved_in_float32_and_dcp_load_wants_to_know_the_class(tmp_path: Path) -> None:
+    module, weight = lesson(), torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    saved, plain, loaded = (sharded(w) for w in (module.Float8(weight), 0 * weight, 0 * weight))
+    save_distributed(tmp_path / "ours", saved, step=1)
+    load_distributed(tmp_path / "ours", plain)
+    dcp.save(saved.state_dict(), checkpoint_id=tmp_path / "torchs")
+    with pytest.raises(dcp.api.CheckpointException, match="Unsupported global: GLOBAL"):
+        dcp.load(loaded.state_dict(), checkpoint_id=tmp_path / "torchs")
+    with torch.serialization.safe_globals([module.Float8]):
+        dcp.load(loaded.state_dict(), checkpoint_id=tmp_path / "torchs")
+    assert all(model.weight.full_tensor().equal(weight) for model in (plain, loaded))
+
+
+@on_ranks()
+def test_plain_shards_in_place_of_float8_lose_the_hooks() -> None:
+    module, weight, x = lesson(), torch.randn(64, 64), torch.ones(1, 64)
+    before, after, plain = (sharded(w) for w in (module.Float8(weight), module.Float8(weight), 0 * weight))
+    state = plain.state_dict()
+    after(x)
+    after.reshard()
+    after.load_state_dict(state, assign=True)
+    with pytest.raises(RuntimeError, match="Expected out tensor to have dtype"):
+        after(x)
+    before.load_state_dict(state, assign=True)
+    with record_collectives(before) as trace:
+        before(x)
+    assert trace.bytes_by_kind() == {"all_gather": 4 * weight.numel()}
+
+
+def test_a_model_that_is_converted_later_does_not_convert_inner() -> None:
+    layer = nn.Linear(8, 8, bias=False)
+    layer.weight = nn.Parameter(lesson().Float8(layer.weight.detach()))
+    layer.double()
+    assert (layer.weight.dtype, layer.weight.inner.dtype) == (torch.float64, torch.float32)
