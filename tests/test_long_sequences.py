@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_utils import plan
-from fsdp_utils.lessons.meter import kept_for_backward
 from tests import test_series
 from tests.on_ranks import fake_group, on_ranks
 
@@ -66,14 +65,6 @@ def test_the_first_figure_has_the_bytes_that_the_script_prints() -> None:
     (drawn,) = re.findall(r"^KEPT = (.*)$", TEXT, re.MULTILINE)
     printed = re.findall(r"^(.+?) +([\d.]+) MiB", test_series.script(STEM)[1], re.MULTILINE)
     assert ast.literal_eval(drawn) == {name: float(mib) for name, mib in printed}
-
-
-def test_kept_for_backward_counts_a_storage_once_and_no_parameter() -> None:
-    weight, x = nn.Parameter(torch.ones(8, 8)), torch.ones(2, 8, requires_grad=True)
-    with kept_for_backward() as kept:
-        ((x @ weight.t()) * x * x[:1]).sum().backward()
-    inputs, product, first = x.nbytes, x.nbytes, x.nbytes
-    assert sum(kept.values()) == inputs + product + first
 
 
 # ---- PyTorch's own
@@ -157,7 +148,7 @@ def test_what_the_cut_sends_is_calculated() -> None:
 
 
 def test_fully_shard_on_the_model_inside_is_an_error() -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16}
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16}
     config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
     model, ids = WithLoss(LlamaForCausalLM(config), 1), torch.ones(1, 8, dtype=torch.long)
     with fake_group(2):

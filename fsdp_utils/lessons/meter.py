@@ -1,12 +1,10 @@
 """A meter of a training step: collectives, bytes gathered, and the peak of gathered parameters."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fsdp_utils.allocator.trace import Recorder, storages_of
@@ -21,20 +19,6 @@ REDUCE_SCATTERS = {
     "_c10d_functional::reduce_scatter_tensor",
 }
 COPY_OUT = "fsdp::split_with_sizes_copy"  # FSDP2 copies each parameter out of the gathered buffer
-
-
-@contextmanager
-def kept_for_backward() -> Iterator[dict[int, int]]:
-    """Collect what autograd keeps in the block for backward, without parameters: bytes by address."""
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield kept
 
 
 class Meter(Recorder):

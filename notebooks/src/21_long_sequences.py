@@ -53,14 +53,15 @@ lesson.card(
 # ## The script
 #
 # Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It trains a small Llama in five ways on
-# the same two sequences of 960 tokens, and prints what autograd keeps for backward on rank 0
-# (`kept_for_backward` counts bytes, without parameters), the loss, and the norm of all gradients.
+# the same two sequences of 960 tokens, and prints what autograd keeps for backward on rank 0 besides
+# parameters, the loss, and the norm of all gradients.
 #
 # ```python
 # import torch
 # import torch.distributed as dist
 # import torch.nn.functional as F
 # from torch import nn
+# from torch.autograd.graph import saved_tensors_hooks
 # from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 # from torch.distributed.device_mesh import init_device_mesh
 # from torch.distributed.fsdp import fully_shard
@@ -69,14 +70,12 @@ lesson.card(
 # from torch.utils.checkpoint import checkpoint
 # from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 #
-# from fsdp_utils.lessons.meter import kept_for_backward
-#
 # device = "cuda" if torch.cuda.is_available() else "cpu"
 # dist.init_process_group("nccl" if device == "cuda" else "gloo")
 # if device == "cuda":
 #     torch.cuda.set_device(dist.get_node_local_rank())
 # torch.set_default_device(device)
-# rank, world = dist.get_rank(), dist.get_world_size()
+# rank, world, kept = dist.get_rank(), dist.get_world_size(), {}                  # kept: bytes by address
 # mesh = init_device_mesh(device, (world,))                    # without it a Mac would take its GPU
 #
 #
@@ -108,6 +107,12 @@ lesson.card(
 # AttentionInterface.register("gathered", gathered)
 #
 #
+# def keep(tensor):                                            # for each tensor that autograd keeps for backward
+#     if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+#         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+#     return tensor
+#
+#
 # def train(name, attention, pieces=1, wrap=lambda block: block, cut=False):
 #     torch.manual_seed(0)                                     # the same weights on every rank
 #     sizes = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4}
@@ -124,7 +129,8 @@ lesson.card(
 #         if cut:
 #             ids, places, targets = (t.chunk(world, 1)[rank].clone() for t in (ids, places, targets))
 #             count = count / world                            # FSDP averages over the ranks
-#         with kept_for_backward() as kept:
+#         kept.clear()
+#         with saved_tensors_hooks(keep, lambda tensor: tensor):
 #             loss = model(ids, targets, position_ids=places, use_cache=False) / count
 #         loss.backward()
 #         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
@@ -174,11 +180,9 @@ lesson.card(
 #
 # For Llama 3 8B on eight H100s of 80 GB, in bf16 with one sequence of 32,768 tokens on each rank, `plan`
 # ([lesson 14](14_plan_before_you_rent.ipynb)) predicts a peak of 258 GiB with fused attention, and of 31 with
-# the loss in pieces and checkpoints, too: no cut is needed. At 131,072 tokens it is 80 GiB, too much.
-#
-# Fused attention is also faster (next table). The loss in pieces computes the head's product once more, and
-# checkpoints the blocks' forward: one step on an H200 took 1.28 times as long
-# ([lesson 2](02_activation_checkpointing.ipynb)).
+# the loss in pieces and checkpoints, too: no cut is needed. At 131,072 tokens it is 80 GiB, too much. Fused
+# attention is also faster (next table). The loss in pieces computes the head's product once more, checkpoints
+# the blocks' forward: a step on an H200 took 1.28 times as long ([lesson 2](02_activation_checkpointing.ipynb)).
 #
 # ## Attention that keeps no scores
 #
@@ -297,8 +301,7 @@ for width in (16, 64, 256, 512, 1024):
 # %%
 peaks = ranks.get("peaks")
 least = {ratio: [min(sizes) for sizes in zip(*(of_rank[ratio] for of_rank in peaks))] for ratio in peaks[0]}
-saved = [1 - sizes[2] / sizes[0] for sizes in least.values()]           # by 16 pieces
-assert [round(share, 1) for share in saved] == [0.9, 0.8, 0.3, 0.1, 0]
+assert [round(1 - sizes[2] / sizes[0], 1) for sizes in least.values()] == [0.9, 0.8, 0.3, 0.1, 0]    # saved by 16 pieces
 Table(
     ["tokens / width", "all at once", "4 pieces", "16 pieces", "PyTorch's own"],
     [[ratio, *(f"{size:.2f}" for size in sizes)] for ratio, sizes in least.items()],
@@ -469,8 +472,7 @@ def ring(q, k, v):                              # sends with its own hands, keys
     for _ in range(world - 1):
         pair = pass_on(pair)[0]
         pieces.append(tuple(pair))
-    pieces = pieces[: rank + 1]
-    keys, values = (torch.cat(parts[::-1], 2) for parts in zip(*pieces))
+    keys, values = (torch.cat(parts[::-1], 2) for parts in zip(*pieces[: rank + 1]))
     return F.scaled_dot_product_attention(q, keys, values, causal_lower_right(q.size(2), keys.size(2)))
 
 # %% tags=["wrong"] turn=1 says="All ranks have to call `pass_on` equally often"
@@ -513,8 +515,7 @@ def ring(q, k, v):
 
 # %% tags=["wrong"] turn=1 says="Too few pieces go around"
 def ring(q, k, v):                              # a gather
-    whole = [DTensor.from_local(t, mesh, [Shard(2)]).full_tensor() for t in (k, v)]
-    keys, values = (t[:, :, : 48 * (rank + 1)] for t in whole)
+    keys, values = (DTensor.from_local(t, mesh, [Shard(2)]).full_tensor()[:, :, : 48 * (rank + 1)] for t in (k, v))
     return F.scaled_dot_product_attention(q, keys, values, causal_lower_right(48, 48 * (rank + 1)))
 
 # %% [markdown]
@@ -593,8 +594,7 @@ mistral = MistralForCausalLM(config).to(device)
 ids, found = torch.randint(64, (1, 128), device=device), {}
 for name in ("eager", "full"):
     mistral.set_attn_implementation(name)
-    with torch.no_grad():
-        found[name] = mistral(input_ids=ids, labels=ids)
+    found[name] = mistral(input_ids=ids, labels=ids)
 differs = (found["full"].logits - found["eager"].logits).abs().amax((0, 2)) > 1e-4
 losses, first = [f"{out.loss:.3f}" for out in found.values()], differs.nonzero()[0].item()
 
