@@ -58,14 +58,9 @@ def script(stem: str) -> tuple[str, str]:
     return re.sub(r"^# ?", "", code, flags=re.MULTILINE), re.sub(r"^# ?", "", output, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("stem", STEMS)
-def test_the_code_to_copy_runs_and_prints_what_stands_beneath_it(
-    stem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the variables and the store that torchrun gives to its processes."""
-    code, output = script(stem)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(code)
+def printed(code: str) -> str:
+    """Run a script as `train.py` in this folder, with the variables and the store that torchrun gives."""
+    Path("train.py").write_text(code)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = str(store.port)
 
@@ -82,7 +77,16 @@ def test_the_code_to_copy_runs_and_prints_what_stands_beneath_it(
             runpy.run_path("train.py", run_name="__main__")
         return printed.getvalue()
 
-    assert "".join(run_on_ranks(on_rank, world_size=4, timeout=100)) == output
+    return "".join(run_on_ranks(on_rank, world_size=4, timeout=100))
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_the_code_to_copy_runs_and_prints_what_stands_beneath_it(
+    stem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, output = script(stem)
+    monkeypatch.chdir(tmp_path)
+    assert printed(code) == output
 
 
 def test_the_code_to_copy_runs_under_torchrun(tmp_path: Path) -> None:

@@ -1,0 +1,161 @@
+"""What lesson 21 says of its script with one line changed, of PyTorch's own, and of a model of 8 billion."""
+
+import ast
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fsdp_utils import plan
+from tests import test_series
+from tests.on_ranks import fake_group, on_ranks
+
+STEM = "21_long_sequences"
+TEXT = test_series.TEXTS[STEM]
+LAST = re.compile(r'^train\("(?!a part per rank).*\n', re.MULTILINE)  # the calls before the last one
+
+(SNIPPET,) = re.findall(r"# ```python\n(# ways = .*?)# ```", TEXT, re.DOTALL)
+*MESHES, COUNT = re.sub(r"^# ", "", SNIPPET, flags=re.MULTILINE).splitlines()
+TWO_BY_TWO = {
+    "mesh = init_device_mesh(device, (world,))": "\n".join(["dp = cp = 2", *MESHES]),
+    ", mesh=mesh)": ", mesh=everyone)",
+    "count = count / world": f"count_of_all = 2 * count; {COUNT}",  # two sequences, which are the same one
+    "loss / world": "loss / (dp * cp)",
+    "if rank == 0": "if dist.get_rank() == 0",
+}
+EARLY_AND_LATE = {"t.chunk(world, 1)[rank].clone()": "t.view(2 * world, -1)[[rank, -1 - rank]].view(1, -1)"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"grad_placements=[Partial()]": ""}, "loss 8.3374, norm 0.5155"),
+        (EARLY_AND_LATE, "loss 8.3363, norm 0.6252"),
+        (TWO_BY_TWO, "MiB, loss 8.3368, norm 0.6446"),
+    ],
+    ids=["gradients not summed", "early and late pieces", "two sequences"],
+)
+def test_the_last_row_of_the_script_with_a_change(
+    changes: dict[str, str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = LAST.sub("", test_series.script(STEM)[0])
+    for old, new in changes.items():
+        assert old in code
+        code = code.replace(old, new)
+    output = test_series.printed(code)
+    assert output.startswith("a part per rank")
+    assert says in output
+    assert says in TEXT or says.replace(", norm", " and norm") in TEXT
+
+
+def test_the_first_figure_has_the_bytes_that_the_script_prints() -> None:
+    (drawn,) = re.findall(r"^KEPT = (.*)$", TEXT, re.MULTILINE)
+    printed = re.findall(r"^(.+?) +([\d.]+) MiB", test_series.script(STEM)[1], re.MULTILINE)
+    assert ast.literal_eval(drawn) == {name: float(mib) for name, mib in printed}
+
+
+# ---- PyTorch's own
+
+
+@on_ranks(2)
+def test_context_parallel_cuts_an_early_and_a_late_piece_or_a_row_and_has_no_attention_for_a_cpu() -> None:
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    for length, held in ((16, [[0, 1, 2, 3, 12, 13, 14, 15], [*range(4, 12)]]), (6, [[0, 1, 2], [3, 4, 5]])):
+        places = torch.arange(length)
+        with context_parallel(mesh, buffers=[places], buffer_seq_dims=[0]):
+            assert places.tolist() == held[rank]
+    q = torch.randn(1, 4, 16, 16)
+    cut = context_parallel(mesh, buffers=[torch.ones(16)], buffer_seq_dims=[0])
+    with cut, pytest.raises(NotImplementedError) as raised:
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    assert "flash_attention_for_cpu.default does not have a sharding strategy registered" in str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore")  # why each kernel cannot run
+def test_without_math_a_kernel_that_cannot_run_is_an_error() -> None:
+    attend = F.scaled_dot_product_attention
+    q, k, v = torch.randn(3, 1, 4, 64, 16, dtype=torch.bfloat16)
+    bias = torch.zeros(64, 64, dtype=torch.bfloat16, requires_grad=True)
+    fused = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    calls = [
+        partial(attend, q, k, v, dropout_p=0.1),
+        partial(attend, q, k, v[..., :8]),
+        partial(attend, q, k, v, bias),
+    ]
+    with sdpa_kernel(fused):
+        attend(q, k, v, is_causal=True)
+        for call in calls:
+            with pytest.raises(RuntimeError, match="No available kernel"):
+                call()
+    for call in calls:
+        call()
+
+
+# ---- the loss in pieces, and a model of 8 billion parameters
+
+
+(CLASS,) = re.findall(r"^class WithLoss.*?(?=\n\n\n)", test_series.script(STEM)[0], re.MULTILINE | re.DOTALL)
+scope: dict[str, Any] = {"nn": nn, "F": F, "checkpoint": checkpoint}
+exec(CLASS, scope)
+WithLoss: Any = scope["WithLoss"]
+
+LLAMA_3_8B = LlamaConfig(
+    vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+    num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pieces", "checkpointing", "gib"),
+    [(32768, 1, None, 258), (32768, 16, "full", 31), (131072, 16, "full", 80)],
+)
+def test_a_llama_of_8_billion_needs_the_cut_at_131072_tokens_not_at_32768(
+    tokens: int, pieces: int, checkpointing: str | None, gib: int
+) -> None:
+    found = plan(
+        lambda: WithLoss(LlamaForCausalLM(LLAMA_3_8B), pieces),
+        world_size=8,
+        batch_size=8,
+        seq_len=tokens,
+        checkpointing=checkpointing,
+        inputs=lambda batch, length: (torch.ones(batch, length or 1, dtype=torch.long),) * 2,
+        loss=lambda model, batch: model(*batch, use_cache=False),
+    )
+    assert int(found.peak_allocated_gib + 0.5) == gib
+    assert found.fits == (gib < 40)
+    said = TEXT.partition("## When you need the cut")[2].partition("# ## ")[0]
+    assert re.search(rf"\b{gib}\b", said)
+
+
+def test_what_the_cut_sends_is_calculated() -> None:
+    """For Llama 3 8B: 8 heads of 128 for keys, and for values, in bf16; the weights of a block."""
+    keys_and_values = 2 * 131072 * 8 * 128 * 2
+    weights = 2 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert [round(size * 7 / 8 / 2**20) for size in (keys_and_values, weights)] == [448, 364]
+
+
+def test_fully_shard_on_the_model_inside_is_an_error() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    model, ids = WithLoss(LlamaForCausalLM(config), 1), torch.ones(1, 8, dtype=torch.long)
+    with fake_group(2):
+        mesh = init_device_mesh("cpu", (2,))
+        for part in (model.model, model):
+            fully_shard(part, mesh=mesh)
+        with pytest.raises(
+            RuntimeError, match=r"aten\.embedding\.default got mixed torch.Tensor and DTensor"
+        ):
+            model(ids, ids)
