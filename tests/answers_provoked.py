@@ -1353,6 +1353,9 @@ def trainer_fsdp_alone(message: Message) -> Names:
     with message:
         transformers.Trainer(blocks(), arguments(fsdp=True))
     os.environ.update(kept)
+    if not torch.accelerator.is_available():
+        with message:
+            transformers.Trainer(blocks(), arguments(fsdp=True, use_cpu=False))
     return {"fresh": True, **locals()}
 
 
