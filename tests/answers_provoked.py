@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -1009,6 +1010,9 @@ def arguments(**more: Any) -> Any:
 
 @provoked(fresh=True)
 def trainer_fsdp_alone() -> None:
+    if not torch.accelerator.is_available():  # where the ranks are joined only if the CPU is asked for
+        with pytest.raises(ValueError, match="Using fsdp only works in distributed training"):
+            transformers.Trainer(blocks(), arguments(fsdp=True, use_cpu=False))
     kept = {name: os.environ.pop(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ}
     try:
         transformers.Trainer(blocks(), arguments(fsdp=True))

@@ -114,36 +114,32 @@ class Evidence:
 
     def ranks_alone(self) -> Iterator[str]:
         steps = [step for facts in self._ranks for step in facts.seen]
-        is_alone = not self._model.get("wrapped", True) and len(self._ranks) > 1
-        if is_alone and all(one.get("backwards") and not one.get("calls") for one in steps):
-            yield f"{self._all} ran backward in {len(self._ranks[0].seen)} steps and sent each other nothing."
+        is_plain = not self._model.get("wrapped", True) and len(self._ranks) > 1
+        if is_plain and steps and all(one.get("backwards") and not one.get("calls") for one in steps):
+            yield f"In all steps {self._all} ran backward and sent each other nothing."
 
     def sync_off(self) -> Iterator[str]:
-        yield from self._unsynced(bypassed=False)
+        yield from self._unsynced(False)
 
     def ddp_bypassed(self) -> Iterator[str]:
-        yield from self._unsynced(bypassed=True)
+        yield from self._unsynced(True)
 
-    def _unsynced(self, *, bypassed: bool | None = None) -> Iterator[str]:
+    def _unsynced(self, *bypassed: bool) -> Iterator[str]:
         if len(self._ranks) == 1:  # there is nobody to reduce with
             return
         for number, reduced, backwards, in_ddp in self._each("reduced", "backwards", "in_ddp"):
             is_bypassed = bool(self._model.get("ddp")) and not any(in_ddp)
-            if (
-                self._model.get("trained")
-                and backwards[0]
-                and not any(reduced)
-                and bypassed != (not is_bypassed)
-            ):
+            is_asked = not bypassed or is_bypassed in bypassed
+            if is_asked and self._model.get("trained") and backwards[0] and not any(reduced):
                 how = ", without a forward of the DDP model itself" * is_bypassed
                 yield f"Step {number} ran backward and reduced no gradients over the ranks{how}."
 
     def sync_each_micro_batch(self) -> Iterator[str]:
         for number, reduced, backwards in self._each("reduced", "backwards"):
-            times = sum(elements for _, elements in reduced[0]) / max(1, self._model.get("trained", 0))
-            by_data = self._model.get("by_data")
-            if by_data and len(backwards[0]) > 1 and times > 0.9 * len(backwards[0]):
-                yield f"Step {number} ran backward {len(backwards[0])} times and reduced each time."
+            times, trained = len(backwards[0]), self._model.get("trained", 0)
+            all_ = sum(elements for _, elements in reduced[0])
+            if self._model.get("by_data") and times > 1 and all_ > 0.9 * times * trained > 0:
+                yield f"Step {number} ran backward {times} times and reduced each time."
 
     def undivided_losses(self) -> Iterator[str]:
         for number, means, scaled in self._each("means", "scaled"):

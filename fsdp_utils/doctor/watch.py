@@ -418,10 +418,8 @@ def _calls() -> tuple[tuple[int, int], ...]:
 
 def _mean(node: Any) -> str:
     """Return the name of an autograd node that takes a mean, "" for others."""
-    is_mean = node is not None and (
-        node.name() == "MeanBackward0" or getattr(node, "_saved_reduction", 0) == _MEAN
-    )
-    return node.name() if is_mean else ""
+    name = "" if node is None else node.name()
+    return name if name == "MeanBackward0" or getattr(node, "_saved_reduction", 0) == _MEAN else ""
 
 
 def _graph(node: Any, depth: int | None = None) -> set[Any]:

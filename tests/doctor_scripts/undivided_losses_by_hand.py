@@ -19,16 +19,18 @@ def main(faulty: bool) -> None:
     model = DDP(Decoder(blocks=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, samples in enumerate(counting(64, seed=rank).split(4 * MICRO_BATCHES)):
+        total = torch.zeros(())
         for i, tokens in enumerate(samples.chunk(MICRO_BATCHES)):
             with contextlib.nullcontext() if i == MICRO_BATCHES - 1 else model.no_sync():
                 loss = next_token_loss(model(tokens), tokens)
                 backward(loss)
+            total += loss.detach() / MICRO_BATCHES
         for p in model.parameters():
             if p.grad is not None and not faulty:
                 p.grad /= MICRO_BATCHES
         optimizer.step()
         optimizer.zero_grad()
-        say(step, loss)
+        say(step, total)
 
 
 if __name__ == "__main__":
