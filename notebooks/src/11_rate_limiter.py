@@ -13,27 +13,26 @@ four, two, done = [0, 1, 2, 3], [0, 1, 0, 1], [1.65, 2.65, 3.65, 4.65]     # don
 begun, early, late = [end - 1 for end in done], [0.05, 0.65, 1.25, 1.85], [0.05, 0.65, 1.7, 2.7]
 at_once, limited, buffers = [0, 0.05, 0.1, 0.15], [0, 0.05, 1.65, 2.65], ["buffer 0", "buffer 1", "parameters"]
 panels = {       # when the CPU asks; rows; from when to when a row is taken; bars: row, unit, start, end
-    "FSDP1, no limit: memory for all units": (
+    "FSDP1, no limit: four blocks": (
         at_once, [f"block {n}" for n in four], [*zip(at_once, done)], [*zip(four, four, early, done)],
     ),
-    "FSDP1, limit of two: the CPU waits": (
+    "FSDP1, limit of two: two blocks": (
         limited, ["block 0", "block 1"], [(0, 3.65), (0.05, 4.65)], [*zip(two, four, late, done)],
     ),
-    "FSDP2: three blocks, the CPU does not wait": (
+    "FSDP2: three blocks": (
         at_once, buffers, [(0, 2.65), (0.05, 3.65), (0, 4.65)],
         [*zip(two, four, early, begun), *zip([2] * 4, four, begun, done)],
     ),
 }
 fig, axes_of = plots.figure(len(panels), width=9.8, height=2.3)
 for axes, (title, (asks, names, taken, bars)) in zip(axes_of, panels.items()):
-    axes.plot(asks, [-1] * 4, "v", color=plots.INK, markersize=5)
+    axes.plot(asks, [-1] * 4, "|", color=plots.INK, markersize=11, markeredgewidth=1.3)
     for row, (start, end) in enumerate(taken):
         axes.barh(row, end - start, left=start, height=0.8, color=plots.FAINT)
     for row, unit, start, end in bars:
         axes.barh(row, end - start, left=start, height=0.6, color=plots.RANK_COLORS[unit])
         axes.text((start + end) / 2, row, unit, ha="center", va="center", color=[plots.INK, "white"][unit == 0])
-    axes.set_title(title, fontsize=9)
-    axes.set(ylim=(3.6, -1.6), xlim=(-0.1, 4.8), xlabel="time, in computations of one unit")
+    axes.set(title=title, ylim=(3.6, -1.6), xlim=(-0.1, 4.8), xlabel="time, in computations of one unit")
     axes.set_yticks([-1, *range(len(names))], ["CPU asks", *names])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
@@ -41,10 +40,10 @@ plots.show(fig, alt="Memory over time: FSDP1 takes four blocks, or two with its 
 
 # %% [markdown]
 # A drawing of one forward pass on a GPU. A **unit**, 0 to 3, is a layer whose parameters FSDP gathers
-# together; a **block** is GPU memory as large as a unit. A triangle marks when the CPU asks for a unit's
-# all-gather. Grey: the block is taken. Colour: the GPU gathers the unit into it and computes. All three ways
-# end at the same time. FSDP2 gathers into a **buffer** and copies the parameters out of it into a third
-# block; the drawing leaves out the time of the copy.
+# together; a **block** is GPU memory as large as a unit. A stroke: the CPU asks for a unit's all-gather. Grey:
+# the block is taken. Colour: a unit is in it. All three ways end at the same time, but in the middle the CPU
+# waits. FSDP2 gathers into a **buffer** and copies the parameters into a third block (the drawing leaves out
+# the copy's time).
 
 # %% tags=["card"]
 lesson.card(
@@ -117,26 +116,26 @@ lesson.card(
 # FSDP2            0 record_stream,  0 waits of the CPU, 15 waits of a stream
 # ```
 #
-# With eight units a step has sixteen all-gathers. FSDP1 calls `record_stream` for each unit that it frees; the
-# allocator then holds the block back. With the limiter the CPU waits before each all-gather (13 of 16 in the
-# first step). FSDP2 does neither. Before it drops a buffer it makes a *stream* of the GPU wait (a sixteenth
-# wait, at the end of forward, goes through another function). The CPU's waits are counted in torch's `Event`,
-# for all three; the other two functions belong to FSDP1 or to FSDP2 alone. On a CPU all of these waits end at
-# once: the script shows who waits. How long, and how many GiB it saves, would need GPUs, and was not measured.
+# Eight units make sixteen all-gathers in a step. FSDP1 calls `record_stream` for each unit that it frees, which
+# keeps the unit's block taken. With the limiter the CPU also waits before each all-gather. FSDP2 makes a
+# *stream* of the GPU wait instead, 15 times (a sixteenth wait, at the end of forward, goes through another
+# function). The CPU's waits are counted for all three ways; the other two functions belong to FSDP1 or to
+# FSDP2 alone. On a CPU all these waits end at once: the script shows who waits. How long, and how many GiB
+# that saves, only a GPU could show; neither was measured.
 #
 # ## The CPU runs ahead
 #
 # On a GPU, a line of PyTorch code does not compute. It puts a kernel into a **stream**, a queue that the GPU
 # runs in order, and returns. FSDP computes on one stream and gathers on others, so that both run at the same
 # time. Memory is different: the allocator hands out memory *when Python asks*, although the kernel that fills
-# it runs later. A CPU that is eight units ahead has taken the memory of eight units. In Llama 3 8B a layer's
-# weights in bf16 take 0.44 GB: all 32 layers at once are 14 GB, on GPUs among which FSDP was to divide them. If
-# the GPU has no room, PyTorch stops to give cached memory back (a **retry**,
-# [lesson 5](05_maximising_throughput.ipynb)) or runs out of memory.
+# it runs later. A CPU that is eight units ahead has taken the memory of eight units. A layer of Llama 3 8B
+# takes 0.44 GB in bf16, and all 32 layers 14 GB, which FSDP was to keep off each GPU. If the GPU has no room,
+# PyTorch stops to give cached memory back (a **retry**, [lesson 5](05_maximising_throughput.ipynb)) or runs
+# out of memory.
 #
-# The next cell is a simulation of one forward pass of eight units: it calculates what would start when. Its
-# unit of time is the computation of one unit, and all-gathers take 0.1 to 2 of it. With a limit of `n`, the
-# CPU waits before each all-gather for the unit that is `n` before it.
+# The next cell simulates one forward pass of eight units. Its unit of time is the computation of one unit, and
+# all-gathers take 0.1 to 2 of it. With a limit of `n`, the CPU asks for a unit only when the unit `n` before
+# it has been computed.
 
 # %% tags=["replay"]
 from fsdp_utils.lessons.tables import Table
@@ -167,36 +166,35 @@ for issue in (0.05, 0.2, 0.5, 1.0):
 Table(["CPU's time for a unit", "units in memory, no limit", "time added: limit 1", "limit 2", "limit 3"], rows)
 
 # %% [markdown]
-# Each percentage is the largest over all lengths of all-gathers. The faster the CPU, the more units hold
-# memory if nothing limits it. A limit of one allows no all-gather beside a computation. A limit of two allows
-# one, but the CPU issues the next all-gather only after its wait. That costs time where an all-gather takes
-# about as long as a computation: little if the CPU is fast, up to 30% if it is as slow as the GPU. A limit of
-# three costs nothing in any row, and takes one more unit of memory.
+# Each percentage is the largest over all lengths of all-gathers. A limit of one allows no all-gather beside a
+# computation. A limit of two allows one, but the CPU issues it only after its wait. That costs time where an
+# all-gather takes about as long as a computation: 1.7% if the CPU is fast, 30% if it is as slow as the GPU. A
+# limit of three costs nothing in any row, and takes one more unit of memory.
 #
 # ## Why FSDP1's blocks do not come back, and FSDP2's do
 #
 # The allocator gives a block that Python has freed to the next request on the stream it was allocated on, at
 # once: that stream works in order. It does not know that *another* stream still reads the block. FSDP1
 # allocates a unit's full parameters on the stream of all-gathers and uses them on the stream of computation,
-# so on freeing it calls `record_stream` (`_free_unsharded_flat_param`): the allocator holds the block back
-# until the GPU has passed that use. The CPU is ahead, so the next all-gather gets another block. FSDP1's
-# limiter makes the CPU wait until an old one is back.
+# so on freeing it calls `record_stream`: the allocator holds the block back until the GPU has passed that
+# use. The CPU is ahead, so the next all-gather gets another block. FSDP1's limiter makes the CPU wait until an
+# old one is back.
 #
 # FSDP2 gathers into a buffer, and the stream of computation copies the parameters out of it into memory of
 # that stream. Of the gathered memory only the buffer crosses streams. Before FSDP2 drops a buffer, it makes
-# the *streams* that fill buffers wait for the copy (`_wait_all_gather_streams_on_event`), and the CPU goes
-# on. So a later all-gather may get the dropped buffer at once, before the GPU has run the copy. Memory
-# depends on the order of the calls alone, not on how far the CPU is ahead. The price is a copy of each unit,
-# and a third block. FSDP1 with its limiter takes two at first, but soon three as well:
+# the *streams* that fill buffers wait for the copy, and the CPU goes on. So a later all-gather may get the
+# dropped buffer at once, before the GPU has run the copy. Memory depends on the order of the calls alone, not
+# on how far the CPU is ahead. The price is a copy of each unit, and a third block; but FSDP1 soon takes three
+# as well:
 #
 # ## FSDP1's queue
 #
 # After FSDP1 has freed a unit, it records an **event** on the stream of computation, a mark that is reached
-# when the GPU has finished all work before it, and puts the event into a queue (`_reshard` in
-# `torch/distributed/fsdp/_runtime_utils.py`). Before each all-gather it asks the queue for an event to wait
-# for (`_unshard`). The queue returns one as soon as it holds two, a number that the source calls "empirically
-# chosen". The next cell trains six units for two steps. `units_in_memory`, from the folded cell, counts
-# after each all-gather the units that may hold memory: those gathered, less those that the CPU has waited for.
+# when the GPU has finished all work before it, and puts the event into a queue. Before each all-gather it
+# asks the queue for an event to wait for (`_reshard` and `_unshard` in
+# `torch/distributed/fsdp/_runtime_utils.py`). The queue returns one as soon as it holds two. The next cell
+# trains six units for two steps. `units_in_memory`, from the folded cell, counts the units that have been
+# gathered, less those that the CPU has waited for.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -245,12 +243,11 @@ class Watched:
         self.counts.append(len(self.counts) + 1 - self.over)
 
 
-def units_in_memory(queue, steps=1, **options):
+def units_in_memory(queue, steps=1):
     """Train six units under FSDP1 with this queue, or its own; count after each all-gather."""
-    options["device_id"] = device
     torch.manual_seed(0)
-    layers = [FSDP(nn.Linear(32, 32).to(device), **options) for _ in range(6)]
-    model = FSDP(nn.Sequential(*layers), **options)
+    layers = [FSDP(nn.Linear(32, 32).to(device), device_id=device) for _ in range(6)]
+    model = FSDP(nn.Sequential(*layers), device_id=device)
     watched = model._free_event_queue = Watched(model._free_event_queue if queue is None else queue)
     for _ in range(steps):
         model(torch.randn(8, 32, device=device)).sum().backward()
@@ -273,11 +270,11 @@ if dist.get_rank() == 0:
 #
 # ## Your turn 1 · Write the limiter
 #
-# Write the queue. FSDP1 calls `enqueue(event)` after it has freed a unit, and `dequeue_if_needed()` before
-# each all-gather. FSDP1 waits for the event that `dequeue_if_needed` returns; with `None` it goes on at once.
-# In the first forward pass at most `limit` units may hold memory, and an all-gather should be able to run
-# beside a computation. Backward leaves more than `limit` events in the queue; in the second step's forward
-# three units are allowed with a limit of two. (Two are possible.) The turn counts with your queue in FSDP1.
+# Write the queue. FSDP1 calls `enqueue(event)` after it has freed a unit and `dequeue_if_needed()` before each
+# all-gather. It waits for the event that comes back; with `None` it goes on at once. In the first forward
+# pass at most `limit` units may hold memory, and an all-gather should be able to run beside a computation.
+# Backward leaves more than `limit` events in the queue: in the second forward pass hold no more units than
+# FSDP1's own queue (fewer is possible). The turn counts with your queue in FSDP1.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -381,13 +378,12 @@ class MyQueue:                                  # drops the oldest event in back
         return self.events.popleft() if len(self.events) == self.events.maxlen else None
 
 # %% tags=["wrong"] turn=1 says="more events than `limit`"
-class MyQueue:
+class MyQueue(list):                            # waits never again once there are more
     def __init__(self, limit):
-        self.limit, self.events = limit, []
-    def enqueue(self, event):
-        self.events.append(event)
-    def dequeue_if_needed(self):                # never again once there are more
-        return self.events.pop(0) if len(self.events) == self.limit else None
+        self.limit = limit
+    enqueue = list.append
+    def dequeue_if_needed(self):
+        return self.pop(0) if len(self) == self.limit else None
 
 # %% tags=["wrong"] turn=1 says="too new an event"
 class MyQueue(list):                            # waits for the newest
@@ -404,15 +400,6 @@ class MyQueue(list):                            # does not know its limit
     enqueue = list.append
     def dequeue_if_needed(self):
         return self.pop(0) if len(self) >= 2 else None
-
-# %% tags=["wrong"] turn=1 says="waits too early"
-class MyQueue:                                  # waits for each unit as soon as it is freed
-    def __init__(self, limit):
-        pass
-    def enqueue(self, event):
-        event.synchronize()
-    def dequeue_if_needed(self):
-        return None
 
 # %% tags=["wrong"] turn=1 says="take the oldest out"
 class MyQueue(list):                            # never takes an event out
@@ -441,13 +428,16 @@ class MyQueue(list):                            # the number of events in place 
 # %% [markdown]
 # ## Your turn 2 · Let the GPU wait, not the CPU
 #
-# Write FSDP2's forward pass of eight units. `gpu` simulates a GPU with a stream of all-gathers and a stream of
-# computation. `gpu.gather(unit)` takes a buffer and gathers into it. `gpu.compute(unit)` waits for that
-# all-gather, copies the unit out of the buffer, computes, and returns the **event of the copy**.
-# `gpu.free(unit)` drops the unit's buffer; the next `gather` gets it *at once*. `gpu.gathers_wait_for(event)`
-# makes all later all-gathers wait for an event; `gpu.cpu_waits_for(event)` is FSDP1's way. Manage with two
-# buffers, overwrite none before it was copied out, let the CPU never wait, and take no longer than the stub,
-# which frees nothing. The turn tries all-gathers of 0.3, 0.6, 1 and 1.6 computations, and copies of 0.1.
+# Write FSDP2's forward pass of eight units. `gpu` simulates a stream of all-gathers and one of computation:
+#
+# - `gpu.gather(unit)` takes a buffer and gathers into it.
+# - `gpu.compute(unit)` waits for that all-gather, copies the unit out of the buffer and computes. It returns
+#   the **event of the copy**.
+# - `gpu.free(unit)` drops the unit's buffer, and the next `gather` gets it *at once*.
+# - `gpu.gathers_wait_for(event)` makes all later all-gathers wait; `gpu.cpu_waits_for(event)` is FSDP1's way.
+#
+# Manage with two buffers, overwrite none before it was copied out, never let the CPU wait, and take no longer
+# than the stub, which frees nothing. All-gathers take 0.3, 0.6, 1 and 1.6 computations, copies 0.1.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
@@ -624,10 +614,10 @@ def fsdp2_forward(gpu):
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | `FullyShardedDataParallel.rate_limiter` takes long in a profile of FSDP1 | the CPU waits for a unit's memory | nothing while the GPU is busy; if the GPU is idle after each wait and memory is left, try `limit_all_gathers=False` |
-# | FSDP1's reserved memory or `num_alloc_retries` (how often the allocator had to give cached memory back) is high | `limit_all_gathers=False`; or `SHARD_GRAD_OP`, which keeps the parameters from forward to backward, so that the limiter cannot bound its forward; or a cause beside all-gathers ([lesson 5](05_maximising_throughput.ipynb)) | set `limit_all_gathers=True`; if it was on already, go to lesson 5 |
+# | `FullyShardedDataParallel.rate_limiter` takes long in a profile of FSDP1 | the CPU waits for a unit's memory | nothing while the GPU is busy; if it is idle after each wait and memory is left, try `limit_all_gathers=False` |
+# | FSDP1's reserved memory or `num_alloc_retries` (how many retries) is high | `limit_all_gathers=False`; `SHARD_GRAD_OP`, which keeps parameters until backward, where no limit helps; or something else | set `limit_all_gathers=True`; if it was on: [lesson 5](05_maximising_throughput.ipynb) |
 # | `got an unexpected keyword argument 'limit_all_gathers'` | FSDP2 has no limiter | leave it out; [lesson 13](13_from_fsdp1_to_fsdp2.ipynb) has the others |
-# | FSDP2 holds more than three units at once | in backward, always: also a unit's full gradients and the input of its reduce-scatter. Else the root unit, which by default stays gathered from forward to backward; `reshard_after_forward=False`, a long prefetch list or an early `unshard()` | smaller units; large layers in units of their own and not in the root; a shorter list: [lesson 4](04_backward_prefetch.ipynb) |
+# | FSDP2 holds more than three units at once | in backward, always: full gradients and what is being reduced. Else a large root unit, which stays gathered until backward; `reshard_after_forward=False`; a long prefetch list | smaller units, large layers in their own; a shorter list ([lesson 4](04_backward_prefetch.ipynb)) |
 #
 # ## The rule
 #
