@@ -56,8 +56,8 @@ lesson.card(
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It counts three kinds of call in forward
-# and backward of the third step. (It needs two processes or more: with one, FSDP1 shards nothing.)
+# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py` (with one process FSDP1 shards nothing). It
+# counts three kinds of call in forward and backward of the third step.
 #
 # ```python
 # from collections import Counter
@@ -117,11 +117,11 @@ lesson.card(
 # ```
 #
 # Eight units make sixteen all-gathers in a step. FSDP1 calls `record_stream` for each unit that it frees, which
-# keeps the unit's block taken. With the limiter the CPU also waits before each all-gather. FSDP2 makes a
-# *stream* of the GPU wait instead, 15 times (a sixteenth wait, at the end of forward, goes through another
-# function). The CPU's waits are counted for all three ways; the other two functions belong to FSDP1 or to
-# FSDP2 alone. On a CPU all these waits end at once: the script shows who waits. How long, and how many GiB
-# that saves, only a GPU could show; neither was measured.
+# keeps the unit's block taken until the GPU has used it. With the limiter the CPU also waits before each
+# all-gather. FSDP2 makes a *stream* of the GPU wait instead, 15 times (a sixteenth wait, at the end of forward,
+# goes through another function). The CPU's waits are counted for all three ways; the other two functions
+# belong to FSDP1 or to FSDP2 alone. On a CPU all these waits end at once: the script shows who waits. How long,
+# and how many GiB that saves, only a GPU could show; neither was measured.
 #
 # ## The CPU runs ahead
 #
@@ -129,7 +129,7 @@ lesson.card(
 # runs in order, and returns. FSDP computes on one stream and gathers on others, so that both run at the same
 # time. Memory is different: the allocator hands out memory *when Python asks*, although the kernel that fills
 # it runs later. A CPU that is eight units ahead has taken the memory of eight units. A layer of Llama 3 8B
-# takes 0.44 GB in bf16, and all 32 layers 14 GB, which FSDP was to keep off each GPU. If the GPU has no room,
+# takes 0.44 GB in bf16, and all 32 at once 14 GB, which FSDP is there to avoid. If the GPU has no room,
 # PyTorch stops to give cached memory back (a **retry**, [lesson 5](05_maximising_throughput.ipynb)) or runs
 # out of memory.
 #
@@ -167,9 +167,9 @@ Table(["CPU's time for a unit", "units in memory, no limit", "time added: limit 
 
 # %% [markdown]
 # Each percentage is the largest over all lengths of all-gathers. A limit of one allows no all-gather beside a
-# computation. A limit of two allows one, but the CPU issues it only after its wait. That costs time where an
-# all-gather takes about as long as a computation: 1.7% if the CPU is fast, 30% if it is as slow as the GPU. A
-# limit of three costs nothing in any row, and takes one more unit of memory.
+# computation. A limit of two allows one, but the CPU issues it only after its wait. In this simulation that
+# costs time where an all-gather takes about as long as a computation: at most 1.7% if the CPU is fast, 30% if
+# it is as slow as the GPU. A limit of three costs nothing in any row, and takes one more unit of memory.
 #
 # ## Why FSDP1's blocks do not come back, and FSDP2's do
 #
@@ -184,8 +184,8 @@ Table(["CPU's time for a unit", "units in memory, no limit", "time added: limit 
 # that stream. Of the gathered memory only the buffer crosses streams. Before FSDP2 drops a buffer, it makes
 # the *streams* that fill buffers wait for the copy, and the CPU goes on. So a later all-gather may get the
 # dropped buffer at once, before the GPU has run the copy. Memory depends on the order of the calls alone, not
-# on how far the CPU is ahead. The price is a copy of each unit, and a third block; but FSDP1 soon takes three
-# as well:
+# on how far the CPU is ahead. The price is a copy of each unit, and a third block. FSDP1's limiter begins with
+# two, but does not stay there.
 #
 # ## FSDP1's queue
 #
@@ -263,18 +263,18 @@ if dist.get_rank() == 0:
         print(f"step {step}: units that may hold memory in forward {forward}, in backward {backward}")
 
 # %% [markdown]
-# Two in the first forward pass, as torch's documentation says ("only *two* consecutive FSDP instances"), then
-# three. In backward FSDP1 by default gathers the next unit before it frees the present one, so one all-gather
-# goes without a wait, and no later wait makes up for it. So from the second step on FSDP1 takes as many blocks
-# as FSDP2, and its forward is the column "limit 3" above.
+# Torch's documentation promises "only *two* consecutive FSDP instances". That holds in the first forward pass;
+# then there are three. In backward FSDP1 by default gathers the next unit before it frees the present one, so
+# one all-gather goes without a wait, and no later wait makes up for it. So from the second step on FSDP1 takes
+# as many blocks as FSDP2, and its forward is the column "limit 3" above.
 #
 # ## Your turn 1 · Write the limiter
 #
 # Write the queue. FSDP1 calls `enqueue(event)` after it has freed a unit and `dequeue_if_needed()` before each
 # all-gather. It waits for the event that comes back; with `None` it goes on at once. In the first forward
 # pass at most `limit` units may hold memory, and an all-gather should be able to run beside a computation.
-# Backward leaves more than `limit` events in the queue: in the second forward pass hold no more units than
-# FSDP1's own queue (fewer is possible). The turn counts with your queue in FSDP1.
+# Backward leaves more than `limit` events in the queue: with a limit of two, the second forward pass may hold
+# three units, like FSDP1's, or fewer. The turn counts with your queue in FSDP1.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -336,19 +336,6 @@ class MyQueue(_FreeEventQueue):
         self._max_num_inflight_all_gathers = limit
 
 # %% tags=["right"] turn=1
-import queue
-class MyQueue:
-    def __init__(self, limit):
-        self.limit, self.events = limit, queue.SimpleQueue()
-    def enqueue(self, event):
-        self.events.put(event)
-    def dequeue_if_needed(self):
-        if self.events.qsize() < self.limit:
-            return None
-        self.events.get().synchronize()         # waits here and not in FSDP1
-        return None
-
-# %% tags=["right"] turn=1
 class MyQueue(list):                            # catches up after backward: fewer units than FSDP1's
     def __init__(self, limit):
         self.limit = limit
@@ -369,13 +356,14 @@ class MyQueue(list):                            # keeps every event
 
 # %% tags=["right"] turn=1
 from collections import deque
-class MyQueue:                                  # drops the oldest event in backward
+class MyQueue:                                  # loses the oldest events of backward
     def __init__(self, limit):
         self.events = deque(maxlen=limit)
     def enqueue(self, event):
         self.events.append(event)
     def dequeue_if_needed(self):
-        return self.events.popleft() if len(self.events) == self.events.maxlen else None
+        if len(self.events) == self.events.maxlen:
+            self.events.popleft().synchronize()     # waits here and not in FSDP1
 
 # %% tags=["wrong"] turn=1 says="more events than `limit`"
 class MyQueue(list):                            # waits never again once there are more
@@ -614,9 +602,9 @@ def fsdp2_forward(gpu):
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | `FullyShardedDataParallel.rate_limiter` takes long in a profile of FSDP1 | the CPU waits for a unit's memory | nothing while the GPU is busy; if it is idle after each wait and memory is left, try `limit_all_gathers=False` |
-# | FSDP1's reserved memory or `num_alloc_retries` (how many retries) is high | `limit_all_gathers=False`; `SHARD_GRAD_OP`, which keeps parameters until backward, where no limit helps; or something else | set `limit_all_gathers=True`; if it was on: [lesson 5](05_maximising_throughput.ipynb) |
-# | `got an unexpected keyword argument 'limit_all_gathers'` | FSDP2 has no limiter | leave it out; [lesson 13](13_from_fsdp1_to_fsdp2.ipynb) has the others |
+# | `FullyShardedDataParallel.rate_limiter` takes long in a profile of FSDP1 | the CPU waits for a unit's memory | nothing while the GPU is busy; else the rule below |
+# | FSDP1's reserved memory or `num_alloc_retries` (how many retries) is high | `limit_all_gathers=False`; `SHARD_GRAD_OP`, which keeps parameters until backward, so that the limiter cannot bound forward; or something else | set `limit_all_gathers=True`; if it was on: [lesson 5](05_maximising_throughput.ipynb) |
+# | `got an unexpected keyword argument 'limit_all_gathers'` | FSDP2 has no limiter | leave it out ([lesson 13](13_from_fsdp1_to_fsdp2.ipynb)) |
 # | FSDP2 holds more than three units at once | in backward, always: full gradients and what is being reduced. Else a large root unit, which stays gathered until backward; `reshard_after_forward=False`; a long prefetch list | smaller units, large layers in their own; a shorter list ([lesson 4](04_backward_prefetch.ipynb)) |
 #
 # ## The rule
