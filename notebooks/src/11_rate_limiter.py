@@ -5,196 +5,204 @@
 # the GPU makes FSDP1 allocate the parameters of many layers at once, so FSDP1 makes the CPU wait
 # (`limit_all_gathers=True`, its default). FSDP2 makes the GPU's all-gathers wait instead and reuses the same
 # memory, however far ahead the CPU is. So under FSDP2 there is nothing for you to set.**
+#
+# Read on if you port a config with `limit_all_gathers`, or see `FullyShardedDataParallel.rate_limiter` in a profile.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
 
-four, two, done = [0, 1, 2, 3], [0, 1, 0, 1], [1.65, 2.65, 3.65, 4.65]     # done: when the GPU is, with each unit
-begun, early, late = [end - 1 for end in done], [0.05, 0.65, 1.25, 1.85], [0.05, 0.65, 1.7, 2.7]
-at_once, limited, buffers = [0, 0.05, 0.1, 0.15], [0, 0.05, 1.65, 2.65], ["buffer 0", "buffer 1", "parameters"]
-panels = {       # when the CPU asks; rows; from when to when a row is taken; bars: row, unit, start, end
-    "FSDP1, no limit: four blocks": (
-        at_once, [f"block {n}" for n in four], [*zip(at_once, done)], [*zip(four, four, early, done)],
+units, done = range(5), [1.3, 2.3, 3.3, 4.3, 5.3]               # done: when the GPU has computed each unit
+begun, early = [end - 1 for end in done], [0.0, 0.3, 0.6, 0.9, 1.2]
+two, late, later = [0, 1, 0, 1, 0], [0, 0.3, *done[:3]], [0, 0.3, 0.6, *begun[1:3]]
+ways = {  # memory; its bars: row, unit, start, end; starts of all-gathers; waits: row, start, end, row of what ends it
+    "FSDP1, no limiter: five blocks": (
+        [f"parameters {n}" for n in units], [*zip(units, units, early, done)], early, [],
     ),
-    "FSDP1, limit of two: two blocks": (
-        limited, ["block 0", "block 1"], [(0, 3.65), (0.05, 4.65)], [*zip(two, four, late, done)],
+    "FSDP1, first forward: two blocks": (
+        ["parameters 0", "parameters 1"], [*zip(two, units, late, done)], late,
+        [(0, 0.15, 1.3, 2), (0, 1.4, 2.3, 2), (0, 2.4, 3.3, 2)],
     ),
-    "FSDP2: three blocks": (
-        at_once, buffers, [(0, 2.65), (0.05, 3.65), (0, 4.65)],
-        [*zip(two, four, early, begun), *zip([2] * 4, four, begun, done)],
+    "FSDP2, forward: three blocks": (
+        ["gather buffer 0", "gather buffer 1", "parameters"],
+        [*zip(two, units, later, begun), *zip([2] * 5, units, begun, done)], later,
+        [(1, 0.9, 1.3, 4), (1, 1.6, 2.3, 3)],
     ),
 }
-fig, axes_of = plots.figure(len(panels), width=9.8, height=2.3)
-for axes, (title, (asks, names, taken, bars)) in zip(axes_of, panels.items()):
-    axes.plot(asks, [-1] * 4, "|", color=plots.INK, markersize=11, markeredgewidth=1.3)
-    for row, (start, end) in enumerate(taken):
-        axes.barh(row, end - start, left=start, height=0.8, color=plots.FAINT)
+fig, axes_of = plots.figure(len(ways), width=10.6, height=2.9)
+for axes, (title, (memory, held, gathers, waits)) in zip(axes_of, ways.items()):
+    for row in range(len(memory)):
+        last = max(end for at, _, _, end in held if at == row)
+        axes.barh(row + 3, last, height=0.9, color=plots.FAINT)
+    bars = [(at + 3, unit, start, end) for at, unit, start, end in held]
+    bars += [(1, unit, start, start + 0.3) for unit, start in enumerate(gathers)] + [*zip([2] * 5, units, begun, done)]
     for row, unit, start, end in bars:
-        axes.barh(row, end - start, left=start, height=0.6, color=plots.RANK_COLORS[unit])
+        axes.barh(row, end - start, left=start, height=0.65, color=plots.RANK_COLORS[unit])
         axes.text((start + end) / 2, row, unit, ha="center", va="center", color=[plots.INK, "white"][unit == 0])
-    axes.set(title=title, ylim=(3.6, -1.6), xlim=(-0.1, 4.8), xlabel="time, in computations of one unit")
-    axes.set_yticks([-1, *range(len(names))], ["CPU asks", *names])
+    for row, start, end, cause in waits:
+        axes.barh(row, end - start, left=start, height=0.65, color="white", edgecolor=plots.INK, hatch="////")
+        arrow = {"arrowstyle": "->", "color": plots.INK, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", (end, row + 0.35), (end, cause - 0.1), arrowprops=arrow)
+    requests = [0, 0.1, *[end + 0.05 for end in done[:3]]] if gathers is late else [0.1 * n for n in units]
+    axes.plot(requests, [0] * 5, "|", color=plots.INK, markersize=11, markeredgewidth=1.5)
+    axes.text(requests[-1] + 0.2, 0, "the CPU waits" if gathers is late else "5 requests at once", va="center")
+    if gathers is later:
+        axes.text(2.8, 1, "all-gathers wait", va="center")
+    axes.set(title=title, ylim=(7.6, -0.6), xlim=(-0.1, 5.4), xlabel="time, in computations of one unit")
+    axes.set_yticks(range(3 + len(memory)), ["CPU", "all-gathers", "computation", *memory])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-plots.show(fig, alt="Memory over time: FSDP1 takes four blocks, or two with its limiter; FSDP2 takes three.")
+plots.show(fig, alt="One forward pass. FSDP1 takes five blocks, or two while its CPU waits; FSDP2 takes three.")
 
 # %% [markdown]
-# A drawing of one forward pass on a GPU. A **unit**, 0 to 3, is a layer whose parameters FSDP gathers
-# together; a **block** is GPU memory as large as a unit. A stroke: the CPU asks for a unit's all-gather. Grey:
-# the block is taken. Colour: a unit is in it. All three ways end at the same time, but in the middle the CPU
-# waits. FSDP2 gathers into a **buffer** and copies the parameters into a third block (the drawing leaves out
-# the copy's time).
+# A drawing of one forward pass of five **units**, layers whose parameters FSDP gathers together. A **block** is
+# GPU memory as large as a unit: grey while it is taken, coloured while a unit is in it. Stroke: the CPU requests
+# an all-gather. Hatched: a wait; the arrow comes from what ends it. FSDP1's CPU waits until a unit was *computed*.
+# FSDP2 gathers into a **buffer** and copies the parameters out of it (here in no time); its all-gathers wait until
+# a buffer was *copied*. All three end at the same time. In training FSDP1 takes three blocks, too (see below).
 
 # %% tags=["card"]
 lesson.card(
     11,
     learn="what the CPU runs ahead of, and what `limit_all_gathers` and FSDP2 do about it",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 11, 14),
+    minutes=(1, 10, 13),
 )
 
 # %% [markdown]
 # ## The script
 #
 # Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py` (with one process FSDP1 shards nothing). It
-# counts three kinds of call in forward and backward of the third step.
+# counts how often the CPU waits for the GPU in the third step.
 #
 # ```python
-# from collections import Counter
-#
 # import torch
 # import torch.distributed as dist
 # from torch import nn
 # from torch.distributed.device_mesh import init_device_mesh
-# from torch.distributed.fsdp import FullyShardedDataParallel, _flat_param, fully_shard
-# from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+# from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 #
 # device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
 # dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 # if device.type == "cuda":
 #     torch.cuda.set_device(device)
 # torch.set_default_device(device)
-# mesh = init_device_mesh(device.type, (dist.get_world_size(),))    # without it a Mac would take its GPU
-# calls = Counter()
+# mesh, width = init_device_mesh(device.type, (dist.get_world_size(),)), 4096 if device.type == "cuda" else 256
+# Event, waits = getattr(torch, device.type).Event, []
 #
 #
-# def count(name, owner, function):                                 # from here on each call is counted
-#     def counted(*args, call=getattr(owner, function)):
-#         calls[name] += 1
-#         return call(*args)
-#     setattr(owner, function, counted)
-#
-#
-# count("record_stream", _flat_param, "_no_dispatch_record_stream")
-# count("waits of the CPU", getattr(torch, device.type).Event, "synchronize")
-# count("waits of a stream", FSDPParamGroup, "_wait_all_gather_streams_on_event")
+# def wait(event, synchronize=Event.synchronize):
+#     waits.append(event)
+#     synchronize(event)
 #
 #
 # def fsdp1(module, limit=True):
 #     return FullyShardedDataParallel(module, device_id=device, limit_all_gathers=limit)
 #
 #
-# ways = {"FSDP1": fsdp1, "FSDP1, no limit": lambda m: fsdp1(m, False), "FSDP2": lambda m: fully_shard(m, mesh=mesh)}
+# Event.synchronize = wait                                          # from here on each wait is counted
+# ways = {"FSDP1": fsdp1, "FSDP1, no limiter": lambda m: fsdp1(m, False), "FSDP2": lambda m: fully_shard(m, mesh=mesh)}
 # for name, shard in ways.items():
 #     torch.manual_seed(0)                                          # the same weights on every rank
-#     model = shard(nn.Sequential(*[shard(nn.Linear(256, 256)) for _ in range(8)]))
+#     model = shard(nn.Sequential(*[shard(nn.Linear(width, width)) for _ in range(8)]))
 #     optimizer = torch.optim.AdamW(model.parameters())
 #     torch.manual_seed(1 + dist.get_rank())                        # other samples on each rank
 #     for step in range(3):
-#         calls.clear()
-#         model(torch.randn(32, 256)).square().mean().backward()
-#         told = [f"{calls[what]:2} {what}" for what in ("record_stream", "waits of the CPU", "waits of a stream")]
+#         waits.clear()
+#         model(torch.randn(32, width)).square().mean().backward()
+#         told = f"{name:17} {len(waits):2} waits of the CPU"
 #         optimizer.step()
 #         optimizer.zero_grad()
+#     if device.type == "cuda":                                     # peaks in MiB
+#         stats = torch.cuda.memory_stats()
+#         told += "".join(f", {kind} {stats[kind + '_bytes.all.peak'] >> 20}" for kind in ("active", "allocated"))
+#         torch.cuda.reset_peak_memory_stats()
 #     if dist.get_rank() == 0:
-#         print(f"{name:16}" + ", ".join(told))
+#         print(told)
 # dist.destroy_process_group()
 # ```
 # ```text
-# FSDP1           16 record_stream, 16 waits of the CPU,  0 waits of a stream
-# FSDP1, no limit 16 record_stream,  0 waits of the CPU,  0 waits of a stream
-# FSDP2            0 record_stream,  0 waits of the CPU, 15 waits of a stream
+# FSDP1             16 waits of the CPU
+# FSDP1, no limiter  0 waits of the CPU
+# FSDP2              0 waits of the CPU
 # ```
 #
-# Eight units make sixteen all-gathers in a step. FSDP1 calls `record_stream` for each unit that it frees, which
-# keeps the unit's block taken until the GPU has used it. With the limiter the CPU also waits before each
-# all-gather. FSDP2 makes a *stream* of the GPU wait instead, 15 times (a sixteenth wait, at the end of forward,
-# goes through another function). The CPU's waits are counted for all three ways; the other two functions
-# belong to FSDP1 or to FSDP2 alone. On a CPU all these waits end at once: the script shows who waits. How long,
-# and how many GiB that saves, only a GPU could show; neither was measured.
+# Eight units make sixteen all-gathers in a step. With its limiter FSDP1 waits before each (in the first step
+# before 13). On a CPU the waits end at once: the output shows who waits, not for how long.
 #
-# ## The CPU runs ahead
+# On GPUs the script also prints two peaks of memory; we have not run that part. `allocated` falls when Python
+# frees a tensor, `active` only when the GPU has finished with it. A user of FSDP1 (7B parameters, 16 A100)
+# [measured](https://github.com/pytorch/pytorch/issues/104509) 7.3 s a step without the limiter and 46 **retries**,
+# in which PyTorch stops to give cached memory back; with it 5.0 s and none.
+#
+# ## Why FSDP1's blocks do not come back
 #
 # On a GPU, a line of PyTorch code does not compute. It puts a kernel into a **stream**, a queue that the GPU
 # runs in order, and returns. FSDP computes on one stream and gathers on others, so that both run at the same
-# time. Memory is different: the allocator hands out memory *when Python asks*, although the kernel that fills
-# it runs later. A CPU that is eight units ahead has taken the memory of eight units. A layer of Llama 3 8B
-# takes 0.44 GB in bf16, and all 32 at once 14 GB, which FSDP is there to avoid. If the GPU has no room,
-# PyTorch stops to give cached memory back (a **retry**, [lesson 5](05_maximising_throughput.ipynb)) or runs
-# out of memory.
+# time. But the allocator hands out memory *when Python asks*, although the kernel that fills it runs later.
 #
-# The next cell simulates one forward pass of eight units. Its unit of time is the computation of one unit, and
-# all-gathers take 0.1 to 2 of it. With a limit of `n`, the CPU asks for a unit only when the unit `n` before
-# it has been computed.
+# A block that Python has freed goes to the next request on the stream it was allocated on, at once: that stream
+# works in order. The allocator does not know that *another* stream still reads the block. FSDP1 allocates a
+# unit's parameters on the stream of all-gathers and uses them on the stream of computation, so on freeing them it
+# calls `record_stream`: the allocator holds the block back until the GPU has passed that use. A CPU that is ahead
+# gets another block for the next all-gather, at worst for each of the 32 layers of Llama 3 8B: 14 GB in bf16. The
+# limiter makes the CPU wait until an old block is back.
+#
+# FSDP2 gathers into a buffer, and the stream of computation copies the parameters into memory of its own. Only
+# the buffer crosses streams. Before FSDP2 drops a buffer, it makes the *streams* that fill buffers wait for the
+# copy, and the CPU goes on. So a later all-gather may get the buffer at once, before the GPU has run the copy.
+# Memory depends on the order of the calls alone. The price is a copy of each unit and, in forward, a third block.
+#
+# ## A limit of two is enough
+#
+# The next cell simulates a forward pass of 32 units under FSDP1. Time is counted in computations of one unit:
+# all-gathers take 0.1 to 2, the CPU's work for a unit 0.05 to 1. With a limit of `n`, the CPU requests a unit as
+# soon as the unit `n` before it has been computed, then issues its kernels: FSDP1's order in `_pre_forward`.
+# `before` is the share of the CPU's work that comes before the request instead.
 
 # %% tags=["replay"]
 from fsdp_utils.lessons.tables import Table
 
 
-def simulate(limit, gather, issue, units=8):
+def simulate(limit, gather, issue, before, units=32):
     """Return the most units that hold memory at once, and the time of a forward pass."""
     cpu = gathered = 0.0
-    ends, most = [], 0                                          # when the GPU is done with each unit
+    ends, most = [0.0], 0                                       # when the GPU is done with each unit
     for unit in range(units):
         if limit and unit >= limit:
-            cpu = max(cpu, ends[unit - limit])                  # the limiter
-        most = max(most, unit + 1 - sum(end <= cpu for end in ends))
-        cpu += issue                                            # the CPU issues a unit's work
+            cpu = max(cpu, ends[unit + 1 - limit])              # the limiter
+        cpu += before * issue
+        most = max(most, unit + 1 - sum(end <= cpu for end in ends[1:]))
         gathered = max(cpu, gathered) + gather                  # one all-gather after the other
-        ends.append(max(gathered, ends[-1] if ends else 0.0) + 1.0)
+        start = max(cpu, gathered, ends[-1])
+        cpu += (1 - before) * issue                             # the CPU issues the unit's kernels
+        ends.append(max(start + 1.0, cpu))
     return most, ends[-1]
 
 
-lengths, rows = [step / 20 for step in range(2, 41)], []        # of an all-gather
-for issue in (0.05, 0.2, 0.5, 1.0):
-    free = [simulate(None, gather, issue) for gather in lengths]
-    row = [str(issue), str(max(most for most, _ in free))]
-    for limit in (1, 2, 3):
-        added = [simulate(limit, gather, issue)[1] / time - 1 for gather, (_, time) in zip(lengths, free)]
-        row.append(f"{max(added):.1%}")
-    rows.append(row)
-Table(["CPU's time for a unit", "units in memory, no limit", "time added: limit 1", "limit 2", "limit 3"], rows)
+times = [(step / 20, issue) for step in range(2, 41) for issue in (0.05, 0.2, 0.5, 1.0)]
+rows = []
+for limit in (1, 2, 3, None):
+    most, added = max(simulate(limit, *time, 0.0)[0] for time in times), []
+    for before in (0.0, 0.1):
+        slower = [simulate(limit, *time, before)[1] / simulate(None, *time, before)[1] - 1 for time in times]
+        added.append(f"{max(slower):.1%}")
+    rows.append([str(limit or "none"), most, *added])
+Table(["limit", "units in memory", "time added", "time added if before = 0.1"], rows)
 
 # %% [markdown]
-# Each percentage is the largest over all lengths of all-gathers. A limit of one allows no all-gather beside a
-# computation. A limit of two allows one, but the CPU issues it only after its wait. In this simulation that
-# costs time where an all-gather takes about as long as a computation: at most 1.7% if the CPU is fast, 30% if
-# it is as slow as the GPU. A limit of three costs nothing in any row, and takes one more unit of memory.
-#
-# ## Why FSDP1's blocks do not come back, and FSDP2's do
-#
-# The allocator gives a block that Python has freed to the next request on the stream it was allocated on, at
-# once: that stream works in order. It does not know that *another* stream still reads the block. FSDP1
-# allocates a unit's full parameters on the stream of all-gathers and uses them on the stream of computation,
-# so on freeing it calls `record_stream`: the allocator holds the block back until the GPU has passed that
-# use. The CPU is ahead, so the next all-gather gets another block. FSDP1's limiter makes the CPU wait until an
-# old one is back.
-#
-# FSDP2 gathers into a buffer, and the stream of computation copies the parameters out of it into memory of
-# that stream. Of the gathered memory only the buffer crosses streams. Before FSDP2 drops a buffer, it makes
-# the *streams* that fill buffers wait for the copy, and the CPU goes on. So a later all-gather may get the
-# dropped buffer at once, before the GPU has run the copy. Memory depends on the order of the calls alone, not
-# on how far the CPU is ahead. The price is a copy of each unit, and a third block. FSDP1's limiter begins with
-# two, but does not stay there.
+# Each number is the largest over all times. With a limit of one, no all-gather runs beside a computation. With
+# two, the next all-gather runs beside each, and the limit costs nothing while the request comes first. If a tenth of
+# the CPU's work comes before it, a CPU as slow as the GPU makes a limit of two cost 4.5%: torch's documentation
+# suggests `False` for "CPU-bound workloads" alone. PyTorch chose two
+# [by trial](https://github.com/pytorch/pytorch/pull/83917).
 #
 # ## FSDP1's queue
 #
-# After FSDP1 has freed a unit, it records an **event** on the stream of computation, a mark that is reached
-# when the GPU has finished all work before it, and puts the event into a queue. Before each all-gather it
-# asks the queue for an event to wait for (`_reshard` and `_unshard` in
-# `torch/distributed/fsdp/_runtime_utils.py`). The queue returns one as soon as it holds two. The next cell
-# trains six units for two steps. `units_in_memory`, from the folded cell, counts the units that have been
-# gathered, less those that the CPU has waited for.
+# After FSDP1 has freed a unit, it puts an **event** into a queue, a mark on the stream of computation that is
+# reached when the GPU has finished all work before it. Before each all-gather it asks the queue for an event to
+# wait for (`_unshard` in `torch/distributed/fsdp/_runtime_utils.py`). The next cell trains six units for two
+# steps. `units_in_memory`, from the folded cell, counts the units gathered, less those that the CPU has waited
+# for: after the third all-gather 3 - 1 = 2.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -264,17 +272,16 @@ if dist.get_rank() == 0:
 
 # %% [markdown]
 # Torch's documentation promises "only *two* consecutive FSDP instances". That holds in the first forward pass;
-# then there are three. In backward FSDP1 by default gathers the next unit before it frees the present one, so
-# one all-gather goes without a wait, and no later wait makes up for it. So from the second step on FSDP1 takes
-# as many blocks as FSDP2, and its forward is the column "limit 3" above.
+# from the first backward on there are three. There FSDP1 by default gathers the next unit before it frees the
+# present one, so one all-gather goes without a wait, and no later wait makes up for it. In forward FSDP2 takes
+# three, too; in backward two, as it drops a buffer before it gathers the next unit.
 #
 # ## Your turn 1 · Write the limiter
 #
 # Write the queue. FSDP1 calls `enqueue(event)` after it has freed a unit and `dequeue_if_needed()` before each
 # all-gather. It waits for the event that comes back; with `None` it goes on at once. In the first forward
-# pass at most `limit` units may hold memory, and an all-gather should be able to run beside a computation.
-# Backward leaves more than `limit` events in the queue: with a limit of two, the second forward pass may hold
-# three units, like FSDP1's, or fewer. The turn counts with your queue in FSDP1.
+# pass `limit` units should hold memory, no more and no fewer. With a limit of two, the second forward pass may
+# hold three, as under FSDP1's own queue. The turn counts with your queue in FSDP1.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -416,7 +423,8 @@ class MyQueue(list):                            # the number of events in place 
 # %% [markdown]
 # ## Your turn 2 · Let the GPU wait, not the CPU
 #
-# Write FSDP2's forward pass of eight units. `gpu` simulates a stream of all-gathers and one of computation:
+# Write FSDP2's forward pass of eight units on a simulated GPU, which has a stream of all-gathers and one of
+# computation.
 #
 # - `gpu.gather(unit)` takes a buffer and gathers into it.
 # - `gpu.compute(unit)` waits for that all-gather, copies the unit out of the buffer and computes. It returns
@@ -424,8 +432,9 @@ class MyQueue(list):                            # the number of events in place 
 # - `gpu.free(unit)` drops the unit's buffer, and the next `gather` gets it *at once*.
 # - `gpu.gathers_wait_for(event)` makes all later all-gathers wait; `gpu.cpu_waits_for(event)` is FSDP1's way.
 #
-# Manage with two buffers, overwrite none before it was copied out, never let the CPU wait, and take no longer
-# than the stub, which frees nothing. All-gathers take 0.3, 0.6, 1 and 1.6 computations, copies 0.1.
+# The stub takes eight buffers. FSDP1's way takes two, and its CPU waits six times. Manage with two and no wait of
+# the CPU, overwrite no buffer before it was copied out, and take no longer than the stub. (All-gathers take 0.3
+# to 1.6 computations, copies 0.1; the worst case counts.)
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
@@ -478,13 +487,15 @@ class Gpu:
 
 
 @turn(2, {
-    "buffers": at_most(2, "Buffers pile up: free a unit's buffer one unit later."),
+    "buffers": at_most(2, "Buffers pile up: free a unit's buffer right after the next unit's `gather`."),
     "buffers overwritten before they were copied out": exactly(
         0, more="A buffer is filled while it still holds an older unit: let the all-gathers wait for its copy."
     ),
     "waits of the CPU": exactly(0, more="The CPU waits, as under FSDP1: let the all-gathers wait for the event."),
     "times as long as the stub": exactly(
-        1, more="An all-gather waits for the unit just before it: free a buffer after the next `gather`, not before."
+        1,
+        more="An all-gather waits for the copy of the unit just before it: after `gather(unit)`, wait for the copy "
+        "of `unit - 1`, then free `unit - 1`.",
     ),
 }, returns=False)
 def score_forward(fsdp2_forward):
@@ -498,8 +509,8 @@ def score_forward(fsdp2_forward):
             raise NotYet("Compute with units 0 to 7, each once and in order.")
     return {
         "buffers": max(len(gpu.read_until) for gpu, _ in runs),
-        "buffers overwritten before they were copied out": sum(gpu.overwritten for gpu, _ in runs),
-        "waits of the CPU": sum(gpu.waits for gpu, _ in runs),
+        "buffers overwritten before they were copied out": max(gpu.overwritten for gpu, _ in runs),
+        "waits of the CPU": max(gpu.waits for gpu, _ in runs),
         "times as long as the stub": round(max(gpu.computes / stub.computes for gpu, stub in runs), 3),
     }
 
@@ -559,6 +570,16 @@ def fsdp2_forward(gpu):
         gpu.gather(unit)
         gpu.compute(unit)
 
+# %% tags=["wrong"] turn=2 says="right after the next unit's"
+def fsdp2_forward(gpu):                         # one unit too late: three buffers
+    copied = []
+    for unit in range(8):
+        gpu.gather(unit)
+        if unit >= 2:
+            gpu.gathers_wait_for(copied[unit - 2])
+            gpu.free(unit - 2)
+        copied.append(gpu.compute(unit))
+
 # %% tags=["wrong"] turn=2 says="still holds an older unit"
 def fsdp2_forward(gpu):                         # nothing waits
     for unit in range(8):
@@ -602,14 +623,14 @@ def fsdp2_forward(gpu):
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | `FullyShardedDataParallel.rate_limiter` takes long in a profile of FSDP1 | the CPU waits for a unit's memory | nothing while the GPU is busy; else the rule below |
-# | FSDP1's reserved memory or `num_alloc_retries` (how many retries) is high | `limit_all_gathers=False`; `SHARD_GRAD_OP`, which keeps parameters until backward, so that the limiter cannot bound forward; or something else | set `limit_all_gathers=True`; if it was on: [lesson 5](05_maximising_throughput.ipynb) |
-# | `got an unexpected keyword argument 'limit_all_gathers'` | FSDP2 has no limiter | leave it out ([lesson 13](13_from_fsdp1_to_fsdp2.ipynb)) |
-# | FSDP2 holds more than three units at once | in backward, always: full gradients and what is being reduced. Else a large root unit, which stays gathered until backward; `reshard_after_forward=False`; a long prefetch list | smaller units, large layers in their own; a shorter list ([lesson 4](04_backward_prefetch.ipynb)) |
+# | `FullyShardedDataParallel.rate_limiter` takes long in a profile of FSDP1 | the CPU waits for memory | nothing while the GPU is busy; else the rule below |
+# | FSDP1's reserved memory or `num_alloc_retries` is high | `limit_all_gathers=False`; `SHARD_GRAD_OP`, which keeps parameters until backward; or something else | set `limit_all_gathers=True`; if it was on: [lesson 5](05_maximising_throughput.ipynb) |
+# | FSDP2 holds the memory of more than three units | normal in backward: two of parameters, and gradients. Else a large root unit, `reshard_after_forward=False` or a long prefetch list | smaller units; a shorter list ([lesson 4](04_backward_prefetch.ipynb)) |
+# | FSDP2 with tensor parallelism takes more than FSDP1 did | NCCL's asynchronous collectives called `record_stream`, too ([torchtitan 735](https://github.com/pytorch/torchtitan/issues/735)) | a torch with [this change](https://github.com/pytorch/pytorch/pull/148590) of 2025 |
 #
 # ## The rule
 #
-# FSDP2: no limit to set for all-gathers; memory does not depend on how far ahead the CPU is. FSDP1: leave
+# FSDP2: no limit to set; the memory of all-gathers does not depend on how far ahead the CPU is. FSDP1: leave
 # `limit_all_gathers=True`; try `False` only if the GPU idles after the waits and memory is left.
 #
 # [← lesson 10](10_end_to_end.ipynb) · [lesson 12 →](12_a_model_too_big_for_one_rank.ipynb)
