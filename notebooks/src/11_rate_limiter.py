@@ -57,7 +57,7 @@ plots.show(fig, alt="One forward pass. FSDP1 takes five blocks, or two while its
 # A drawing of one forward pass of five **units**, layers whose parameters FSDP gathers together. A **block** is
 # GPU memory as large as a unit: grey while it is taken, coloured while a unit is in it. Stroke: the CPU requests
 # an all-gather. Hatched: a wait; the arrow comes from what ends it. FSDP1's CPU waits until a unit was *computed*.
-# FSDP2 gathers into a **buffer** and copies the parameters out of it (here in no time); its all-gathers wait until
+# FSDP2 gathers into a **buffer** and copies the parameters out of it (not drawn); its all-gathers wait until
 # a buffer was *copied*. All three end at the same time. In training FSDP1 takes three blocks, too (see below).
 
 # %% tags=["card"]
@@ -72,7 +72,7 @@ lesson.card(
 # ## The script
 #
 # Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py` (with one process FSDP1 shards nothing). It
-# counts how often the CPU waits for the GPU in the third step.
+# counts how often the CPU waits, by `Event.synchronize`, in the third step.
 #
 # ```python
 # import torch
@@ -108,6 +108,8 @@ lesson.card(
 #     torch.manual_seed(1 + dist.get_rank())                        # other samples on each rank
 #     for step in range(3):
 #         waits.clear()
+#         if device.type == "cuda":
+#             torch.cuda.reset_peak_memory_stats()
 #         model(torch.randn(32, width)).square().mean().backward()
 #         told = f"{name:17} {len(waits):2} waits of the CPU"
 #         optimizer.step()
@@ -115,7 +117,6 @@ lesson.card(
 #     if device.type == "cuda":                                     # peaks in MiB
 #         stats = torch.cuda.memory_stats()
 #         told += "".join(f", {kind} {stats[kind + '_bytes.all.peak'] >> 20}" for kind in ("active", "allocated"))
-#         torch.cuda.reset_peak_memory_stats()
 #     if dist.get_rank() == 0:
 #         print(told)
 # dist.destroy_process_group()
@@ -147,8 +148,8 @@ lesson.card(
 # gets another block for the next all-gather, at worst for each of the 32 layers of Llama 3 8B: 14 GB in bf16. The
 # limiter makes the CPU wait until an old block is back.
 #
-# FSDP2 gathers into a buffer, and the stream of computation copies the parameters into memory of its own. Only
-# the buffer crosses streams. Before FSDP2 drops a buffer, it makes the *streams* that fill buffers wait for the
+# FSDP2 gathers into a buffer, and the stream of computation copies the parameters into memory of that stream.
+# Only the buffer crosses streams. Before FSDP2 drops a buffer, it makes the *streams* that fill buffers wait for the
 # copy, and the CPU goes on. So a later all-gather may get the buffer at once, before the GPU has run the copy.
 # Memory depends on the order of the calls alone. The price is a copy of each unit and, in forward, a third block.
 #
@@ -181,13 +182,14 @@ def simulate(limit, gather, issue, before, units=32):
 
 times = [(step / 20, issue) for step in range(2, 41) for issue in (0.05, 0.2, 0.5, 1.0)]
 rows = []
-for limit in (1, 2, 3, None):
+for limit in (1, 2, 3):
     most, added = max(simulate(limit, *time, 0.0)[0] for time in times), []
     for before in (0.0, 0.1):
         slower = [simulate(limit, *time, before)[1] / simulate(None, *time, before)[1] - 1 for time in times]
         added.append(f"{max(slower):.1%}")
-    rows.append([str(limit or "none"), most, *added])
-Table(["limit", "units in memory", "time added", "time added if before = 0.1"], rows)
+    rows.append([limit, most, *added])
+free = max(simulate(None, *time, 0.0)[0] for time in times)
+Table(["limit", "units in memory", "time added", "time added if before = 0.1"], rows, note=f"No limit: {free} units.")
 
 # %% [markdown]
 # Each number is the largest over all times. With a limit of one, no all-gather runs beside a computation. With
@@ -199,8 +201,8 @@ Table(["limit", "units in memory", "time added", "time added if before = 0.1"], 
 # ## FSDP1's queue
 #
 # After FSDP1 has freed a unit, it puts an **event** into a queue, a mark on the stream of computation that is
-# reached when the GPU has finished all work before it. Before each all-gather it asks the queue for an event to
-# wait for (`_unshard` in `torch/distributed/fsdp/_runtime_utils.py`). The next cell trains six units for two
+# reached when the GPU has finished all work before it. Before each all-gather it may wait for an event of the queue
+# (`_unshard` in `torch/distributed/fsdp/_runtime_utils.py`). The next cell trains six units for two
 # steps. `units_in_memory`, from the folded cell, counts the units gathered, less those that the CPU has waited
 # for: after the third all-gather 3 - 1 = 2.
 
@@ -272,16 +274,17 @@ if dist.get_rank() == 0:
 
 # %% [markdown]
 # Torch's documentation promises "only *two* consecutive FSDP instances". That holds in the first forward pass;
-# from the first backward on there are three. There FSDP1 by default gathers the next unit before it frees the
-# present one, so one all-gather goes without a wait, and no later wait makes up for it. In forward FSDP2 takes
-# three, too; in backward two, as it drops a buffer before it gathers the next unit.
+# from the first backward on there are three, which cost no time in the table above. In backward FSDP1 by default
+# gathers the next unit before it frees the present one, so one all-gather goes without a wait, and no later wait
+# makes up for it. FSDP2 takes three in forward and two in backward, where it drops a buffer before it gathers the
+# next unit.
 #
 # ## Your turn 1 · Write the limiter
 #
 # Write the queue. FSDP1 calls `enqueue(event)` after it has freed a unit and `dequeue_if_needed()` before each
 # all-gather. It waits for the event that comes back; with `None` it goes on at once. In the first forward
 # pass `limit` units should hold memory, no more and no fewer. With a limit of two, the second forward pass may
-# hold three, as under FSDP1's own queue. The turn counts with your queue in FSDP1.
+# hold three, as under FSDP1's own queue.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -434,7 +437,7 @@ class MyQueue(list):                            # the number of events in place 
 #
 # The stub takes eight buffers. FSDP1's way takes two, and its CPU waits six times. Manage with two and no wait of
 # the CPU, overwrite no buffer before it was copied out, and take no longer than the stub. (All-gathers take 0.3
-# to 1.6 computations, copies 0.1; the worst case counts.)
+# to 1.6 computations; the worst case counts.)
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
