@@ -197,7 +197,9 @@ def forward(way: str, tokens: int, device: torch.device) -> Result:
             issued.append(time.perf_counter() - begin)
 
         seconds = timed(step, 9)
-        peaks = {"peak_gib": (torch.cuda.max_memory_allocated() - before) / GIB}
+        # what record_stream holds back is still active, but no longer allocated
+        kinds, stats = ("active", "allocated"), torch.cuda.memory_stats()
+        peaks = {f"peak_{kind}_gib": (stats[f"{kind}_bytes.all.peak"] - before) / GIB for kind in kinds}
         return {**peaks, "seconds": seconds, "seconds_until_the_cpu_returns": median(issued[3:])}
 
 

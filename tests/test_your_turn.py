@@ -122,6 +122,13 @@ def test_the_worst_rank_is_shown_and_a_value_that_is_missing_is_named() -> None:
     assert Verdict([of_rank(8, 1), of_rank(8, None)]).note == "Not measured: peak."
 
 
+def test_a_sentence_that_two_values_miss_is_said_once() -> None:
+    few = exactly(8, "Gather twice.")
+    assert (
+        Verdict([Measured([few.row("in forward", 4), few.row("in backward", 4)], "")]).note == "Gather twice."
+    )
+
+
 def test_solved_turns_are_kept_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FSDP_TRY_ANSWERS", raising=False)
     (tmp_path / "src").mkdir()

@@ -233,7 +233,8 @@ class Verdict(Table):
         for of_ranks in zip(*(result.rows for result in results), strict=True):
             worst = max(of_ranks, key=lambda row: "✓·✗".index(row.mark))
             rows.append(worst if not problems else worst._replace(found="·", mark="·", advice=""))
-        self.advice = problems[:1] or [row.advice for row in rows if row.mark == "✗"]
+        missed = dict.fromkeys(row.advice for row in rows if row.mark == "✗")  # a sentence once
+        self.advice = problems[:1] or list(missed)
         if not self.advice and (unmeasured := [row.name for row in rows if row.mark == "·"]):
             self.advice = [f"Not measured: {'; '.join(unmeasured)}."]
         self.solved = bool(rows) and all(row.mark == "✓" for row in rows)

@@ -1,213 +1,231 @@
 # %% [markdown]
 # # 11 · The rate limiter
 #
-# Why did FSDP1 need a rate limiter, and why does `fully_shard` (FSDP2) have none? **There is no limit on
-# all-gathers for you to set:** FSDP2 lets the GPU's streams wait for each other, so the CPU may run ahead
-# without taking more memory; FSDP1 makes the CPU wait, with `limit_all_gathers=True`, which is its default.
+# Why did FSDP1 need a rate limiter, and why does `fully_shard` (FSDP2) have none? **A CPU that runs ahead of
+# the GPU makes FSDP1 allocate the parameters of many layers at once, so FSDP1 makes the CPU wait
+# (`limit_all_gathers=True`, its default). FSDP2 makes the GPU's all-gathers wait instead and reuses the same
+# memory, however far ahead the CPU is. So under FSDP2 there is nothing for you to set.**
+#
+# Read on if you port a config with `limit_all_gathers`, or see `FullyShardedDataParallel.rate_limiter` in a profile.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
 
-EVERY_UNIT, TWO_BUFFERS = [0, 1, 2, 3], [0, 1, 0, 1]
-
-
-def blocks_over_time(panels):
-    """One panel for each way: a row for each block of memory, a bar while a unit uses the block."""
-    fig, axes_of = plots.figure(len(panels), width=9.4, height=2.3)
-    for axes, (title, (rows, names, starts, ends)) in zip(axes_of, panels.items()):
-        for number, (row, start, end) in enumerate(zip(rows, starts, ends)):
-            color = plots.RANK_COLORS[number % 4]
-            axes.barh(row, end - start, left=start, height=0.7, color=color, edgecolor=plots.CARD)
-        axes.set(title=title, ylim=(3.6, -0.6), xlim=(0, 4.8), xlabel="time, in computations of one unit")
-        axes.set_yticks(range(len(names)), names)
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
-    return plots.show(fig, alt="Blocks over time: FSDP1 without a limit uses four, FSDP2 three.")
-
-
-done = [1.65, 2.65, 3.65, 4.65]                  # when the GPU has computed with each of four units
-blocks_over_time({
-    "FSDP1 without a limit: four blocks": (
-        EVERY_UNIT, [f"block {unit}" for unit in EVERY_UNIT], [0, 0.05, 0.1, 0.15], done,
+units, done = range(5), [1.3, 2.3, 3.3, 4.3, 5.3]               # done: when the GPU has computed each unit
+begun, early = [end - 1 for end in done], [0.0, 0.3, 0.6, 0.9, 1.2]
+two, late, later = [0, 1, 0, 1, 0], [0, 0.3, *done[:3]], [0, 0.3, 0.6, *begun[1:3]]
+ways = {  # memory; its bars: row, unit, start, end; starts of all-gathers; waits: row, start, end, row of what ends it
+    "FSDP1, no limiter: five blocks": (
+        [f"parameters {n}" for n in units], [*zip(units, units, early, done)], early, [],
     ),
-    "FSDP2: three blocks": (
-        TWO_BUFFERS + [2] * 4, ["buffer", "buffer", "parameters"],
-        [0.05, 0.65, 1.25, 1.85, *(end - 1 for end in done)], [*(end - 1 for end in done), *done],
+    "FSDP1, first forward: two blocks": (
+        ["parameters 0", "parameters 1"], [*zip(two, units, late, done)], late,
+        [(0, 0.15, 1.3, 2), (0, 1.4, 2.3, 2), (0, 2.4, 3.3, 2)],
     ),
-})
+    "FSDP2, forward: three blocks": (
+        ["gather buffer 0", "gather buffer 1", "parameters"],
+        [*zip(two, units, later, begun), *zip([2] * 5, units, begun, done)], later,
+        [(1, 0.9, 1.3, 4), (1, 1.6, 2.3, 3)],
+    ),
+}
+fig, axes_of = plots.figure(len(ways), width=10.6, height=2.9)
+for axes, (title, (memory, held, gathers, waits)) in zip(axes_of, ways.items()):
+    for row in range(len(memory)):
+        last = max(end for at, _, _, end in held if at == row)
+        axes.barh(row + 3, last, height=0.9, color=plots.FAINT)
+    bars = [(at + 3, unit, start, end) for at, unit, start, end in held]
+    bars += [(1, unit, start, start + 0.3) for unit, start in enumerate(gathers)] + [*zip([2] * 5, units, begun, done)]
+    for row, unit, start, end in bars:
+        axes.barh(row, end - start, left=start, height=0.65, color=plots.RANK_COLORS[unit])
+        axes.text((start + end) / 2, row, unit, ha="center", va="center", color=[plots.INK, "white"][unit == 0])
+    for row, start, end, cause in waits:
+        axes.barh(row, end - start, left=start, height=0.65, color="white", edgecolor=plots.INK, hatch="////")
+        arrow = {"arrowstyle": "->", "color": plots.INK, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", (end, row + 0.35), (end, cause - 0.1), arrowprops=arrow)
+    requests = [0, 0.1, *[end + 0.05 for end in done[:3]]] if gathers is late else [0.1 * n for n in units]
+    axes.plot(requests, [0] * 5, "|", color=plots.INK, markersize=11, markeredgewidth=1.5)
+    axes.text(requests[-1] + 0.2, 0, "the CPU waits" if gathers is late else "5 requests at once", va="center")
+    if gathers is later:
+        axes.text(2.8, 1, "all-gathers wait", va="center")
+    axes.set(title=title, ylim=(7.6, -0.6), xlim=(-0.1, 5.4), xlabel="time, in computations of one unit")
+    axes.set_yticks(range(3 + len(memory)), ["CPU", "all-gathers", "computation", *memory])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+plots.show(fig, alt="One forward pass. FSDP1 takes five blocks, or two while its CPU waits; FSDP2 takes three.")
 
 # %% [markdown]
-# A drawing of one forward pass on a GPU. Each colour is a *unit*, a layer whose parameters FSDP gathers
-# together. FSDP1 without a limiter holds memory for all units from the moment the CPU asks. FSDP2's CPU asks
-# as early, but is given the same three blocks again and again; its bars show when the GPU uses them.
+# A drawing of one forward pass of five **units**, layers whose parameters FSDP gathers together. A **block** is
+# GPU memory as large as a unit: grey while it is taken, coloured while a unit is in it. Stroke: the CPU requests
+# an all-gather. Hatched: a wait; the arrow comes from what ends it. FSDP1's CPU waits until a unit was *computed*.
+# FSDP2 gathers into a **buffer** and copies the parameters out of it (not drawn); its all-gathers wait until
+# a buffer was *copied*. All three end at the same time. In training FSDP1 takes three blocks, too (see below).
 
 # %% tags=["card"]
 lesson.card(
     11,
     learn="what the CPU runs ahead of, and what `limit_all_gathers` and FSDP2 do about it",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 12, 10),
+    minutes=(1, 10, 13),
 )
 
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It counts how often the CPU waits for
-# the limiter in one step of training.
+# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py` (with one process FSDP1 shards nothing). It
+# counts how often the CPU waits, by `Event.synchronize`, in the third step.
 #
 # ```python
 # import torch
 # import torch.distributed as dist
 # from torch import nn
 # from torch.distributed.device_mesh import init_device_mesh
-# from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-# from torch.distributed.fsdp import fully_shard
-# from torch.profiler import ProfilerActivity, profile
+# from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 #
-# on_gpu = torch.cuda.is_available()
-# dist.init_process_group("nccl" if on_gpu else "gloo")
-# device = torch.device("cuda", dist.get_node_local_rank()) if on_gpu else torch.device("cpu")
-# if on_gpu:
+# device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+# dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+# if device.type == "cuda":
 #     torch.cuda.set_device(device)
-# mesh = init_device_mesh(device.type, (dist.get_world_size(),))   # without it a Mac would take its GPU
+# torch.set_default_device(device)
+# mesh, width = init_device_mesh(device.type, (dist.get_world_size(),)), 4096 if device.type == "cuda" else 256
+# Event, waits = getattr(torch, device.type).Event, []
 #
 #
-# def fsdp1(layers, limit):
-#     options = {"limit_all_gathers": limit, "device_id": device}
-#     return FSDP(nn.Sequential(*[FSDP(layer, **options) for layer in layers]), **options)
+# def wait(event, synchronize=Event.synchronize):
+#     waits.append(event)
+#     synchronize(event)
 #
 #
-# def fsdp2(layers, limit):                                    # has no such option
-#     for layer in layers:
-#         fully_shard(layer, mesh=mesh)
-#     return fully_shard(nn.Sequential(*layers), mesh=mesh)
+# def fsdp1(module, limit=True):
+#     return FullyShardedDataParallel(module, device_id=device, limit_all_gathers=limit)
 #
 #
-# ways = [("FSDP1", fsdp1, True), ("FSDP1, no limit", fsdp1, False), ("FSDP2", fsdp2, None)]
-# for name, shard, limit in ways:
-#     torch.manual_seed(0)                                     # the same weights on every rank
-#     model = shard([nn.Linear(256, 256, device=device) for _ in range(8)], limit)
+# Event.synchronize = wait                                          # from here on each wait is counted
+# ways = {"FSDP1": fsdp1, "FSDP1, no limiter": lambda m: fsdp1(m, False), "FSDP2": lambda m: fully_shard(m, mesh=mesh)}
+# for name, shard in ways.items():
+#     torch.manual_seed(0)                                          # the same weights on every rank
+#     model = shard(nn.Sequential(*[shard(nn.Linear(width, width)) for _ in range(8)]))
 #     optimizer = torch.optim.AdamW(model.parameters())
-#     torch.manual_seed(1 + dist.get_rank())                   # other samples on each rank
+#     torch.manual_seed(1 + dist.get_rank())                        # other samples on each rank
 #     for step in range(3):
-#         with profile(activities=[ProfilerActivity.CPU]) as profiled:
-#             model(torch.randn(32, 256, device=device)).square().mean().backward()
+#         waits.clear()
+#         if device.type == "cuda":
+#             torch.cuda.reset_peak_memory_stats()
+#         model(torch.randn(32, width)).square().mean().backward()
+#         told = f"{name:17} {len(waits):2} waits of the CPU"
 #         optimizer.step()
 #         optimizer.zero_grad()
-#     waits = sum("rate_limiter" in event.name for event in profiled.events())
+#     if device.type == "cuda":                                     # peaks in MiB
+#         stats = torch.cuda.memory_stats()
+#         told += "".join(f", {kind} {stats[kind + '_bytes.all.peak'] >> 20}" for kind in ("active", "allocated"))
 #     if dist.get_rank() == 0:
-#         print(f"{name:15} {waits:2} waits of the CPU in a step")
+#         print(told)
 # dist.destroy_process_group()
 # ```
 # ```text
-# FSDP1           16 waits of the CPU in a step
-# FSDP1, no limit  0 waits of the CPU in a step
-# FSDP2            0 waits of the CPU in a step
+# FSDP1             16 waits of the CPU
+# FSDP1, no limiter  0 waits of the CPU
+# FSDP2              0 waits of the CPU
 # ```
 #
-# With eight units a step has sixteen all-gathers, and in FSDP1 the CPU waits before each of them from the
-# second step on. On a CPU these waits end at once. On a GPU each lasts until the GPU has finished with a unit
-# that was freed earlier. FSDP2 has no limiter to wait for, so its 0 is no measurement.
+# Eight units make sixteen all-gathers in a step. With its limiter FSDP1 waits before each (in the first step
+# before 13). On a CPU the waits end at once: the output shows who waits, not for how long.
 #
-# ## The CPU runs ahead
+# On GPUs the script also prints two peaks of memory; we have not run that part. `allocated` falls when Python
+# frees a tensor, `active` only when the GPU has finished with it. A user of FSDP1 (7B parameters, 16 A100)
+# [measured](https://github.com/pytorch/pytorch/issues/104509) 7.3 s a step without the limiter and 46 **retries**,
+# in which PyTorch stops to give cached memory back; with it 5.0 s and none.
+#
+# ## Why FSDP1's blocks do not come back
 #
 # On a GPU, a line of PyTorch code does not compute. It puts a kernel into a **stream**, a queue that the GPU
-# runs in order, and returns. FSDP computes on one stream and gathers on another. Memory is different: the
-# allocator hands out memory *when Python asks*, although the kernel that fills it runs later.
+# runs in order, and returns. FSDP computes on one stream and gathers on others, so that both run at the same
+# time. But the allocator hands out memory *when Python asks*, although the kernel that fills it runs later.
 #
-# The next cell is a simulation: it calculates what would start when. Its unit of time is the computation of
-# one unit; the CPU takes 0.05 to issue a unit's work. With a limit of `n`, the CPU waits before each
-# all-gather for the unit that is `n` before it.
+# A block that Python has freed goes to the next request on the stream it was allocated on, at once: that stream
+# works in order. The allocator does not know that *another* stream still reads the block. FSDP1 allocates a
+# unit's parameters on the stream of all-gathers and uses them on the stream of computation, so on freeing them it
+# calls `record_stream`: the allocator holds the block back until the GPU has passed that use. A CPU that is ahead
+# gets another block for the next all-gather, at worst for each of the 32 layers of Llama 3 8B: 14 GB in bf16. The
+# limiter makes the CPU wait until an old block is back.
+#
+# FSDP2 gathers into a buffer, and the stream of computation copies the parameters into memory of that stream.
+# Only the buffer crosses streams. Before FSDP2 drops a buffer, it makes the *streams* that fill buffers wait for the
+# copy, and the CPU goes on. So a later all-gather may get the buffer at once, before the GPU has run the copy.
+# Memory depends on the order of the calls alone. The price is a copy of each unit and, in forward, a third block.
+#
+# ## A limit of two is enough
+#
+# The next cell simulates a forward pass of 32 units under FSDP1. Time is counted in computations of one unit:
+# all-gathers take 0.1 to 2, the CPU's work for a unit 0.05 to 1. With a limit of `n`, the CPU requests a unit as
+# soon as the unit `n` before it has been computed, then issues its kernels: FSDP1's order in `_pre_forward`.
+# `before` is the share of the CPU's work that comes before the request instead.
 
 # %% tags=["replay"]
 from fsdp_utils.lessons.tables import Table
 
 
-def forward(limit, gather=0.6, issue=0.05, units=8):
+def simulate(limit, gather, issue, before, units=32):
     """Return the most units that hold memory at once, and the time of a forward pass."""
     cpu = gathered = 0.0
-    ends, most = [], 0                                          # when the GPU is done with each unit
+    ends, most = [0.0], 0                                       # when the GPU is done with each unit
     for unit in range(units):
         if limit and unit >= limit:
-            cpu = max(cpu, ends[unit - limit])                  # the limiter
-        most = max(most, unit + 1 - sum(end <= cpu for end in ends))
-        cpu += issue
+            cpu = max(cpu, ends[unit + 1 - limit])              # the limiter
+        cpu += before * issue
+        most = max(most, unit + 1 - sum(end <= cpu for end in ends[1:]))
         gathered = max(cpu, gathered) + gather                  # one all-gather after the other
-        ends.append(max(gathered, ends[-1] if ends else 0.0) + 1.0)
+        start = max(cpu, gathered, ends[-1])
+        cpu += (1 - before) * issue                             # the CPU issues the unit's kernels
+        ends.append(max(start + 1.0, cpu))
     return most, ends[-1]
 
 
-lengths = [step / 20 for step in range(2, 41)]                  # of an all-gather: 0.1 to 2 computations
+times = [(step / 20, issue) for step in range(2, 41) for issue in (0.05, 0.2, 0.5, 1.0)]
 rows = []
-for limit in (None, 1, 2, 3, 4):
-    added = {gather: forward(limit, gather)[1] / forward(None, gather)[1] - 1 for gather in lengths}
-    slow = [gather for gather in lengths if added[gather] > 1e-9]
-    where = " to ".join(map(str, sorted({slow[0], slow[-1]}))) if slow else "nowhere"
-    rows.append([str(limit or "none"), forward(limit)[0], f"{max(added.values()):.1%}", where])
-Table(["limit", "units in memory", "time added, at most", "with all-gathers of"], rows)
+for limit in (1, 2, 3):
+    most, added = max(simulate(limit, *time, 0.0)[0] for time in times), []
+    for before in (0.0, 0.1):
+        slower = [simulate(limit, *time, before)[1] / simulate(None, *time, before)[1] - 1 for time in times]
+        added.append(f"{max(slower):.1%}")
+    rows.append([limit, most, *added])
+free = max(simulate(None, *time, 0.0)[0] for time in times)
+Table(["limit", "units in memory", "time added", "time added if before = 0.1"], rows, note=f"No limit: {free} units.")
 
 # %% [markdown]
-# Without a limit all eight units hold memory at once: the CPU has issued everything before the GPU has
-# finished with the first unit. A limit of one allows no overlap of gathering and computing. A limit of two is
-# enough for one all-gather beside one computation. In this simulation it costs time only where an all-gather
-# takes about as long as a computation, because the next all-gather is issued late by 0.05. A limit of three
-# gains that back and takes one more unit of memory.
-
-# %% [markdown]
+# Each number is the largest over all times. With a limit of one, no all-gather runs beside a computation. With
+# two, the next all-gather runs beside each, and the limit costs nothing while the request comes first. If a tenth of
+# the CPU's work comes before it, a CPU as slow as the GPU makes a limit of two cost 4.5%: torch's documentation
+# suggests `False` for "CPU-bound workloads" alone. PyTorch chose two
+# [by trial](https://github.com/pytorch/pytorch/pull/83917).
+#
 # ## FSDP1's queue
 #
-# After FSDP1 has freed a unit, it records an **event** on the stream of computation, a mark that is reached
-# when the GPU has finished all work before it, and puts the event into a queue (`_reshard` in
-# `torch/distributed/fsdp/_runtime_utils.py`). Before each all-gather it asks the queue for an event to wait
-# for (`_unshard`). The queue returns one as soon as it holds two, a number that the source calls "empirically
-# chosen". `Watched` stands between FSDP1 and the queue, and counts the units that may hold memory: those
-# gathered, less those that the CPU has waited for.
+# After FSDP1 has freed a unit, it puts an **event** into a queue, a mark on the stream of computation that is
+# reached when the GPU has finished all work before it. Before each all-gather it may wait for an event of the queue
+# (`_unshard` in `torch/distributed/fsdp/_runtime_utils.py`). The next cell trains six units for two
+# steps. `units_in_memory`, from the folded cell, counts the units gathered, less those that the CPU has waited
+# for: after the third all-gather 3 - 1 = 2.
 
 # %%
 from fsdp_utils.notebook import ranks
 
 ranks.start()
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
+
 on_gpu = torch.cuda.is_available()
 device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def build():
-    torch.manual_seed(0)
-    layers = [FSDP(nn.Linear(32, 32).to(device), device_id=device) for _ in range(6)]
-    return FSDP(nn.Sequential(*layers), device_id=device)
-
-
-class Watched:
-    """FSDP1's queue, with a count of the units that may hold memory after each all-gather."""
-
-    def __init__(self, queue):
-        self.queue, self.freed, self.gathers, self.over, self.counts = queue, 0, 0, 0, []
-
-    def dequeue_if_needed(self):                                # an all-gather comes next
-        self.count()
-        self.gathers += 1
-        return self.queue.dequeue_if_needed()
-
-    def enqueue(self, event):                                   # a unit was freed
-        self.count()
-        self.freed += 1
-        self.queue.enqueue(Mark(event, self.freed, self))
-
-    def count(self):
-        if len(self.counts) < self.gathers:
-            self.counts.append(self.gathers - self.over)
-
-
 class Mark:
-    """An event: the first `number` units are over once the CPU has waited for it."""
+    """An event: the first `number` units that were freed are over once the CPU has waited for it."""
 
     def __init__(self, event, number, watched):
         self.event, self.number, self.watched = event, number, watched
@@ -217,50 +235,61 @@ class Mark:
         self.watched.over = max(self.watched.over, self.number)
 
 
-# %% tags=["queue"]
-# %%ranks
-model = build()
-watched = model._free_event_queue = Watched(model._free_event_queue)
-for _ in range(2):
-    loss = model(torch.randn(8, 32, device=device)).sum()
-    loss.backward()
-watched.count()
-if dist.get_rank() == 0:
-    for step in range(2):
-        forward, backward = watched.counts[12 * step :][:6], watched.counts[12 * step + 6 :][:6]
-        print(f"step {step + 1}: units that may hold memory in forward {forward}, in backward {backward}")
+class Watched:
+    """A queue between FSDP1 and another one, which waits in FSDP1's place and counts after each all-gather."""
 
-# %% [markdown]
-# Two in the first forward pass, then three: in backward FSDP1 by default gathers the next unit before it
-# frees the present one, so one all-gather goes without a wait, and no later wait makes up for it. From the
-# second step on, forward is the row with a limit of three above. With `SHARD_GRAD_OP` forward frees nothing,
-# so the limiter cannot bound what forward gathers.
-#
-# ## Your turn 1 · Write the limiter
-#
-# Write the queue. FSDP1 calls `enqueue(event)` after it has freed a unit, and `dequeue_if_needed()` before
-# each all-gather. FSDP1 waits for the event that `dequeue_if_needed` returns; with `None` it goes on at once.
-# At most `limit` units may hold memory, and an all-gather should be able to run beside a computation. The
-# turn puts your queue into FSDP1 and counts one forward pass of six units, with a limit of two and of three.
+    def __init__(self, queue):
+        self.queue, self.freed, self.over, self.counts = queue, 0, 0, []
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-from fsdp_utils.lessons.your_turn import exactly, turn
+    def enqueue(self, event):                                   # a unit was freed
+        self.freed += 1
+        self.queue.enqueue(Mark(event, self.freed, self))
+
+    def dequeue_if_needed(self):                                # an all-gather comes next
+        if event := self.queue.dequeue_if_needed():
+            if not isinstance(event, Mark):
+                raise NotYet(f"`dequeue_if_needed` returned a {type(event).__name__}: expected an event or None.")
+            event.synchronize()
+        self.counts.append(len(self.counts) + 1 - self.over)
 
 
-def counts(kind, limit):
-    model = build()
-    watched = model._free_event_queue = Watched(kind(limit))
-    model(torch.randn(8, 32, device=device))
-    watched.count()
+def units_in_memory(queue, steps=1):
+    """Train six units under FSDP1 with this queue, or its own; count after each all-gather."""
+    torch.manual_seed(0)
+    layers = [FSDP(nn.Linear(32, 32).to(device), device_id=device) for _ in range(6)]
+    model = FSDP(nn.Sequential(*layers), device_id=device)
+    watched = model._free_event_queue = Watched(model._free_event_queue if queue is None else queue)
+    for _ in range(steps):
+        model(torch.randn(8, 32, device=device)).sum().backward()
     return watched.counts
 
 
-LATE = "The CPU waits too seldom: it should wait for one event as soon as `limit` events are in the queue."
-EARLY = "The CPU waits for too new a unit: wait for the oldest event, and not before the queue is full."
+# %% tags=["queue"]
+# %%ranks
+counts = units_in_memory(None, steps=2)                         # with FSDP1's own queue
+if dist.get_rank() == 0:
+    for step in (1, 2):
+        forward, backward, counts = counts[:6], counts[6:12], counts[12:]
+        print(f"step {step}: units that may hold memory in forward {forward}, in backward {backward}")
 
+# %% [markdown]
+# Torch's documentation promises "only *two* consecutive FSDP instances". That holds in the first forward pass;
+# from the first backward on there are three, which cost no time in the table above. In backward FSDP1 by default
+# gathers the next unit before it frees the present one, so one all-gather goes without a wait, and no later wait
+# makes up for it. FSDP2 takes three in forward and two in backward, where it drops a buffer before it gathers the
+# next unit.
+#
+# ## Your turn 1 · Write the limiter
+#
+# Write the queue. FSDP1 calls `enqueue(event)` after it has freed a unit and `dequeue_if_needed()` before each
+# all-gather. It waits for the event that comes back; with `None` it goes on at once. In the first forward
+# pass `limit` units should hold memory, no more and no fewer. With a limit of two, the second forward pass may
+# hold three, as under FSDP1's own queue.
 
-from types import SimpleNamespace
+# %% jupyter={"source_hidden": true}
+# %%ranks
+LATE = "The CPU waits too seldom: as soon as `limit` events are queued, take the oldest out and return it."
+EARLY = "The CPU waits too early, or for too new an event: wait for the oldest once `limit` are queued."
 
 
 @turn(1, {
@@ -269,24 +298,21 @@ from types import SimpleNamespace
         3,
         less="With a limit of three the CPU waits too early: either the number does not come from `limit`, "
         "or it waits for a newer event than the oldest.",
-        more="With a limit of three more units hold memory: the CPU waits too seldom.",
+        more=LATE,
     ),
     "all-gathers that can run beside a computation": exactly(5, less=EARLY),
-    "waited for with three events and a limit of two": exactly(
-        "the oldest", "Backward leaves more events than the limit: with these the CPU has to wait, too, for the oldest."
+    "units in memory, limit of two, second step's forward": at_most(
+        3, "Backward leaves more events than `limit` in the queue: the CPU has to wait then, too."
     ),
 })
 def score_queue(MyQueue):
-    two, three = counts(MyQueue, 2), counts(MyQueue, 3)
-    queue, waited = MyQueue(2), []
-    for name in ("the oldest", "the middle one", "the newest"):
-        queue.enqueue(SimpleNamespace(name=name, synchronize=lambda name=name: waited.append(name)))
-    returned = queue.dequeue_if_needed()
+    two, three = units_in_memory(MyQueue(2), steps=2), units_in_memory(MyQueue(3))
+    first, second = two[:6], two[12:18]
     return {
-        "units in memory, limit of two": max(two),
-        "units in memory, limit of three": max(three),
-        "all-gathers that can run beside a computation": sum(count >= 2 for count in two),
-        "waited for with three events and a limit of two": [*waited, getattr(returned, "name", "nothing")][0],
+        "units in memory, limit of two": max(first),
+        "units in memory, limit of three": max(three[:6]),
+        "all-gathers that can run beside a computation": sum(count >= 2 for count in first),
+        "units in memory, limit of two, second step's forward": max(second) if max(first) == 2 else None,
     }
 
 
@@ -307,24 +333,10 @@ class MyQueue:
 class MyQueue:
     def __init__(self, limit):
         self.limit, self.events = limit, []
-
     def enqueue(self, event):
         self.events.append(event)
-
     def dequeue_if_needed(self):
         return self.events.pop(0) if len(self.events) >= self.limit else None
-
-# %% tags=["right"] turn=1
-from collections import deque
-class MyQueue(deque):
-    def __init__(self, limit):
-        super().__init__()
-        self.limit = limit
-    def enqueue(self, event):
-        self.append(event)
-    def dequeue_if_needed(self):
-        if len(self) >= self.limit:
-            return self.popleft()
 
 # %% tags=["right"] turn=1
 from torch.distributed.fsdp._limiter_utils import _FreeEventQueue
@@ -334,44 +346,50 @@ class MyQueue(_FreeEventQueue):
         self._max_num_inflight_all_gathers = limit
 
 # %% tags=["right"] turn=1
-import queue
-class MyQueue:
+class MyQueue(list):                            # catches up after backward: fewer units than FSDP1's
     def __init__(self, limit):
-        self.limit, self.events = limit, queue.SimpleQueue()
-    def enqueue(self, event):
-        self.events.put(event)
+        self.limit = limit
+    enqueue = list.append
     def dequeue_if_needed(self):
-        if self.events.qsize() < self.limit:
-            return None
-        self.events.get().synchronize()         # waits here and not in FSDP1
-        return None
+        event = None
+        while len(self) >= self.limit:
+            event = self.pop(0)
+        return event
 
-# %% tags=["wrong"] turn=1 says="more events than the limit"
-class MyQueue:
+# %% tags=["right"] turn=1
+class MyQueue(list):                            # keeps every event
     def __init__(self, limit):
-        self.limit, self.events = limit, []
+        self.limit = limit
+    enqueue = list.append
+    def dequeue_if_needed(self):
+        return self[-self.limit] if len(self) >= self.limit else None
 
+# %% tags=["right"] turn=1
+from collections import deque
+class MyQueue:                                  # loses the oldest events of backward
+    def __init__(self, limit):
+        self.events = deque(maxlen=limit)
     def enqueue(self, event):
         self.events.append(event)
+    def dequeue_if_needed(self):
+        if len(self.events) == self.events.maxlen:
+            self.events.popleft().synchronize()     # waits here and not in FSDP1
 
-    def dequeue_if_needed(self):                # never again once there are more
-        return self.events.pop(0) if len(self.events) == self.limit else None
+# %% tags=["wrong"] turn=1 says="more events than `limit`"
+class MyQueue(list):                            # waits never again once there are more
+    def __init__(self, limit):
+        self.limit = limit
+    enqueue = list.append
+    def dequeue_if_needed(self):
+        return self.pop(0) if len(self) == self.limit else None
 
-# %% tags=["wrong"] turn=1 says="wait for the oldest event"
+# %% tags=["wrong"] turn=1 says="too new an event"
 class MyQueue(list):                            # waits for the newest
     def __init__(self, limit):
         self.limit = limit
     enqueue = list.append
     def dequeue_if_needed(self):
         return self.pop() if len(self) >= self.limit else None
-
-# %% tags=["wrong"] turn=1 says="waits too seldom"
-class MyQueue(list):                            # one too late
-    def __init__(self, limit):
-        self.limit = limit
-    enqueue = list.append
-    def dequeue_if_needed(self):
-        return self.pop(0) if len(self) > self.limit else None
 
 # %% tags=["wrong"] turn=1 says="does not come from `limit`"
 class MyQueue(list):                            # does not know its limit
@@ -381,154 +399,241 @@ class MyQueue(list):                            # does not know its limit
     def dequeue_if_needed(self):
         return self.pop(0) if len(self) >= 2 else None
 
-# %% tags=["wrong"] turn=1 says="not before the queue is full"
-class MyQueue:                                  # waits for each unit as soon as it is freed
+# %% tags=["wrong"] turn=1 says="take the oldest out"
+class MyQueue(list):                            # never takes an event out
+    def __init__(self, limit):
+        self.limit = limit
+    enqueue = list.append
+    def dequeue_if_needed(self):
+        return self[0] if len(self) >= self.limit else None
+
+# %% tags=["wrong"] turn=1 says="waits too early"
+class MyQueue(list):                            # one too early
+    def __init__(self, limit):
+        self.limit = limit
+    enqueue = list.append
+    def dequeue_if_needed(self):
+        return self.pop(0) if len(self) >= self.limit - 1 else None
+
+# %% tags=["wrong"] turn=1 says="expected an event or None"
+class MyQueue(list):                            # the number of events in place of an event
     def __init__(self, limit):
         pass
-    def enqueue(self, event):
-        event.synchronize()
+    enqueue = list.append
     def dequeue_if_needed(self):
-        return None
-
-# %% tags=["wrong"] turn=1 says="waits too seldom"
-class MyQueue(list):                            # collects, and never waits
-    def __init__(self, limit):
-        pass
-    def enqueue(self, event):
-        self.append(event)
-    def dequeue_if_needed(self):
-        return None
+        return len(self)
 
 # %% [markdown]
-# ## Why FSDP2 needs none
+# ## Your turn 2 · Let the GPU wait, not the CPU
 #
-# The allocator gives a block that Python has freed to the next request on the stream it was allocated on, at
-# once: that stream works in order. It does not know that *another* stream still reads the block. FSDP1
-# allocates a unit's full parameters on the stream of all-gathers and uses them on the stream of computation,
-# so on freeing it calls `record_stream` (`_free_unsharded_flat_param`): the allocator holds the block back
-# until the GPU has passed that use. The CPU is ahead, so the next all-gather gets another block. FSDP1's
-# limiter makes the CPU wait until an old one is back.
+# Write FSDP2's forward pass of eight units on a simulated GPU, which has a stream of all-gathers and one of
+# computation.
 #
-# FSDP2 gathers into a buffer, and the stream of computation copies the parameters out of it into memory of
-# that stream. Of the gathered memory only the buffer crosses streams. Before FSDP2 drops a buffer, it makes
-# the *streams* of all-gathers wait for the copy (`_wait_all_gather_streams_on_event`), and the CPU goes on.
-# So the next all-gather may get the dropped buffer at once, before the GPU has run the copy. Memory depends
-# on the order of the calls alone, not on how far the CPU is ahead.
-
-# %% tags=["order"]
-# %%ranks
-import inspect
-
-from torch.distributed.fsdp import _flat_param, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
-
-fsdp1, fsdp2 = [_flat_param], [_fsdp_collectives, _fsdp_param, _fsdp_param_group]
-for call in ("record_stream(", "wait_event("):
-    times = [sum(inspect.getsource(module).count(call) for module in modules) for modules in (fsdp1, fsdp2)]
-    print(f"{call.rstrip('('):13} FSDP1's _flat_param.py: {times[0]}, three files of FSDP2: {times[1]}")
-
-# %% jupyter={"source_hidden": true} tags=["check"]
-# %%ranks
-assert inspect.signature(FSDP).parameters["limit_all_gathers"].default is True
-try:
-    fully_shard(nn.Linear(8, 8), limit_all_gathers=True)
-except TypeError as error:
-    assert "got an unexpected keyword argument 'limit_all_gathers'" in str(error)
-
-# %% [markdown]
-# ## Your turn 2 · Let a stream wait, not the CPU
+# - `gpu.gather(unit)` takes a buffer and gathers into it.
+# - `gpu.compute(unit)` waits for that all-gather, copies the unit out of the buffer and computes. It returns
+#   the **event of the copy**.
+# - `gpu.free(unit)` drops the unit's buffer, and the next `gather` gets it *at once*.
+# - `gpu.gathers_wait_for(event)` makes all later all-gathers wait; `gpu.cpu_waits_for(event)` is FSDP1's way.
 #
-# Write FSDP2's rule for the forward pass. Unit `n` is gathered into buffer `n % 2`. When it has been gathered
-# and the computation before it is over, it is copied out of the buffer. `waits_for(unit)` returns the unit
-# whose copy-out the stream of all-gathers waits for before it gathers `unit`, or `None`. The turn simulates
-# eight units, with all-gathers of 0.3, 0.6, 1 and 1.6 computations and copies of 0.1. No buffer may be
-# overwritten before it was copied out, and the pass should take no longer than two buffers require.
+# The stub takes eight buffers. FSDP1's way takes two, and its CPU waits six times. Manage with two and no wait of
+# the CPU, overwrite no buffer before it was copied out, and take no longer than the stub. (All-gathers take 0.3
+# to 1.6 computations; the worst case counts.)
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
 
 
-def simulate(rule, gather):
-    """Return the buffers that are overwritten too early, and the time of a forward pass."""
-    ready, copied, done, overwritten = 0.05, [], 0.0, 0         # copied: when each unit is out of its buffer
-    for unit in range(8):
-        wait = rule(unit)
-        if wait is not None and not 0 <= wait < unit:
-            raise NotYet(f"`waits_for({unit})` returned {wait}: expected None, or a unit before {unit}.")
-        start = ready if wait is None else max(ready, copied[wait])
-        overwritten += unit > 1 and start < copied[unit - 2]
-        ready = start + gather
-        copied.append(max(ready, done) + 0.1)
-        done = copied[-1] + 1.0
-    return overwritten, done
+class Gpu:
+    """A GPU whose work is timed as it is issued. An event is the time at which the GPU reaches it."""
+
+    def __init__(self, length):
+        self.length, self.cpu, self.gathers, self.computes = length, 0.0, 0.0, 0.0   # when each is done so far
+        self.held, self.dropped, self.read_until, self.done = {}, [], [], []         # buffers, and units
+        self.waits = self.overwritten = 0
+
+    def gather(self, unit):
+        if not self.dropped:
+            self.dropped.append(len(self.read_until))
+            self.read_until.append(0.0)
+        self.cpu += 0.05
+        buffer, start = self.dropped.pop(), max(self.cpu, self.gathers)
+        self.overwritten += start < self.read_until[buffer]
+        self.gathers = start + self.length
+        self.held[unit] = buffer, self.gathers
+
+    def compute(self, unit):
+        buffer, ready = self.has_buffer(unit, "compute")
+        self.read_until[buffer] = copied = max(self.computes, ready) + 0.1
+        self.computes = copied + 1.0
+        self.done.append(unit)
+        return copied
+
+    def free(self, unit):
+        self.dropped.append(self.has_buffer(unit, "free")[0])
+        del self.held[unit]
+
+    def gathers_wait_for(self, event):
+        self.gathers = max(self.gathers, self.is_event(event))
+
+    def cpu_waits_for(self, event):
+        self.cpu, self.waits = max(self.cpu, self.is_event(event)), self.waits + 1
+
+    def has_buffer(self, unit, call):
+        if unit not in self.held:
+            raise NotYet(f"`gpu.{call}({unit})`: unit {unit} has no buffer. Gather first, compute, then free.")
+        return self.held[unit]
+
+    def is_event(self, event):
+        if not isinstance(event, float):
+            raise NotYet(f"You wait for {event!r}: expected an event, which is what `gpu.compute` returns.")
+        return event
 
 
 @turn(2, {
+    "buffers": at_most(2, "Buffers pile up: free a unit's buffer right after the next unit's `gather`."),
     "buffers overwritten before they were copied out": exactly(
-        0, more="A buffer is filled while it still holds an older unit: wait for the unit in that buffer."
+        0, more="A buffer is filled while it still holds an older unit: let the all-gathers wait for its copy."
     ),
-    "times as long as it must take": at_most(
-        1.001, "All-gathers wait longer than they need to: the unit just before is in the other buffer."
+    "waits of the CPU": exactly(0, more="The CPU waits, as under FSDP1: let the all-gathers wait for the event."),
+    "times as long as the stub": exactly(
+        1,
+        more="An all-gather waits for the copy of the unit just before it: after `gather(unit)`, wait for the copy "
+        "of `unit - 1`, then free `unit - 1`.",
     ),
 }, returns=False)
-def score_rule(waits_for):
-    lengths = (0.3, 0.6, 1.0, 1.6)
-    runs = [simulate(waits_for, gather) for gather in lengths]
-    best = [simulate(lambda unit: unit - 2 if unit > 1 else None, gather)[1] for gather in lengths]
+def score_forward(fsdp2_forward):
+    runs = [(Gpu(length), Gpu(length)) for length in (0.3, 0.6, 1.0, 1.6)]
+    for gpu, stub in runs:
+        fsdp2_forward(gpu)
+        for unit in range(8):
+            stub.gather(unit)
+            stub.compute(unit)
+        if gpu.done != stub.done:
+            raise NotYet("Compute with units 0 to 7, each once and in order.")
     return {
-        "buffers overwritten before they were copied out": sum(overwritten for overwritten, _ in runs),
-        "times as long as it must take": max(time / least for (_, time), least in zip(runs, best)),
+        "buffers": max(len(gpu.read_until) for gpu, _ in runs),
+        "buffers overwritten before they were copied out": max(gpu.overwritten for gpu, _ in runs),
+        "waits of the CPU": max(gpu.waits for gpu, _ in runs),
+        "times as long as the stub": round(max(gpu.computes / stub.computes for gpu, stub in runs), 3),
     }
 
 
 # %%
 # %%turn 2
-def waits_for(unit):                            # 0 to 7; two buffers
-    return None                                 # your lines here
+def fsdp2_forward(gpu):
+    for unit in range(8):
+        gpu.gather(unit)
+        gpu.compute(unit)                       # your lines around these two
 
 
 # %% tags=["solution"] turn=2
-def waits_for(unit):
-    return unit - 2 if unit > 1 else None
+def fsdp2_forward(gpu):
+    copied = {}
+    for unit in range(8):
+        gpu.gather(unit)                        # while the unit before may still lie in the other buffer
+        if unit:
+            gpu.gathers_wait_for(copied[unit - 1])
+            gpu.free(unit - 1)
+        copied[unit] = gpu.compute(unit)
 
 # %% tags=["right"] turn=2
-def waits_for(unit):
-    return [None, None, *range(6)][unit]
+def fsdp2_forward(gpu):
+    copied = []
+    for unit in range(8):
+        if unit >= 2:
+            gpu.free(unit - 2)
+            gpu.gathers_wait_for(copied[-2])
+        gpu.gather(unit)
+        copied.append(gpu.compute(unit))
 
 # %% tags=["right"] turn=2
-import numpy as np
-waits_for = dict(zip(range(8), [None, None, *np.arange(6)])).get
+from collections import deque
+def fsdp2_forward(gpu):
+    held = deque()
+    for unit in range(8):
+        gpu.gather(unit)
+        if held:
+            older, event = held.popleft()
+            gpu.gathers_wait_for(event)
+            gpu.free(older)
+        held.append((unit, gpu.compute(unit)))
 
 # %% tags=["right"] turn=2
-def waits_for(unit):
-    older = [other for other in range(unit) if other % 2 == unit % 2]
-    return max(older, default=None)
+def fsdp2_forward(gpu):                         # gathers one unit ahead
+    gpu.gather(0)
+    for unit in range(8):
+        if unit < 7:
+            gpu.gather(unit + 1)
+        gpu.gathers_wait_for(gpu.compute(unit))
+        gpu.free(unit)
 
-# %% tags=["wrong"] turn=2 says="the unit just before is in the other buffer"
-def waits_for(unit):
-    return unit - 1 if unit else None
+# %% tags=["wrong"] turn=2 says="Buffers pile up"
+def fsdp2_forward(gpu):
+    for unit in range(8):
+        gpu.gather(unit)
+        gpu.compute(unit)
 
-# %% tags=["wrong"] turn=2 says="wait for the unit in that buffer"
-def waits_for(unit):
-    return unit - 3 if unit > 2 else None
+# %% tags=["wrong"] turn=2 says="right after the next unit's"
+def fsdp2_forward(gpu):                         # one unit too late: three buffers
+    copied = []
+    for unit in range(8):
+        gpu.gather(unit)
+        if unit >= 2:
+            gpu.gathers_wait_for(copied[unit - 2])
+            gpu.free(unit - 2)
+        copied.append(gpu.compute(unit))
 
-# %% tags=["wrong"] turn=2 says="expected None, or a unit before 0"
-def waits_for(unit):
-    return unit - 2
+# %% tags=["wrong"] turn=2 says="still holds an older unit"
+def fsdp2_forward(gpu):                         # nothing waits
+    for unit in range(8):
+        gpu.gather(unit)
+        gpu.compute(unit)
+        gpu.free(unit)
+
+# %% tags=["wrong"] turn=2 says="The CPU waits"
+def fsdp2_forward(gpu):                         # FSDP1's way
+    copied = []
+    for unit in range(8):
+        if unit >= 2:
+            gpu.cpu_waits_for(copied[unit - 2])
+            gpu.free(unit - 2)
+        gpu.gather(unit)
+        copied.append(gpu.compute(unit))
+
+# %% tags=["wrong"] turn=2 says="just before it"
+def fsdp2_forward(gpu):                         # one buffer
+    for unit in range(8):
+        gpu.gather(unit)
+        gpu.gathers_wait_for(gpu.compute(unit))
+        gpu.free(unit)
+
+# %% tags=["wrong"] turn=2 says="Gather first, compute, then free"
+def fsdp2_forward(gpu):
+    for unit in range(8):
+        gpu.gather(unit)
+        gpu.free(unit)
+        gpu.compute(unit)
+
+# %% tags=["wrong"] turn=2 says="You wait for 0: expected an event"
+def fsdp2_forward(gpu):
+    for unit in range(8):
+        gpu.gather(unit)
+        gpu.gathers_wait_for(unit)
+        gpu.compute(unit)
 
 # %% [markdown]
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | `FullyShardedDataParallel.rate_limiter` takes long in a profile of FSDP1 | the CPU waits for a unit's memory | nothing while the GPU is busy; if the GPU is idle after each wait and memory is left, try `limit_all_gathers=False` |
-# | FSDP1's reserved memory or `num_alloc_retries` is high | `limit_all_gathers=False`, among other causes ([lesson 5](05_maximising_throughput.ipynb)) | leave the default |
-# | `got an unexpected keyword argument 'limit_all_gathers'` | FSDP2 has no limiter | leave it out; [lesson 13](13_from_fsdp1_to_fsdp2.ipynb) has the others |
-# | FSDP2 holds more than three blocks | the root unit, which by default stays gathered from forward to backward; `reshard_after_forward=False`, a long prefetch list or an early `unshard()` | put large layers into units of their own; a shorter list: [lesson 4](04_backward_prefetch.ipynb) |
+# | `FullyShardedDataParallel.rate_limiter` takes long in a profile of FSDP1 | the CPU waits for memory | nothing while the GPU is busy; else the rule below |
+# | FSDP1's reserved memory or `num_alloc_retries` is high | `limit_all_gathers=False`; `SHARD_GRAD_OP`, which keeps parameters until backward; or something else | set `limit_all_gathers=True`; if it was on: [lesson 5](05_maximising_throughput.ipynb) |
+# | FSDP2 holds the memory of more than three units | normal in backward: two of parameters, and gradients. Else a large root unit, `reshard_after_forward=False` or a long prefetch list | smaller units; a shorter list ([lesson 4](04_backward_prefetch.ipynb)) |
+# | FSDP2 with tensor parallelism takes more than FSDP1 did | NCCL's asynchronous collectives called `record_stream`, too ([torchtitan 735](https://github.com/pytorch/torchtitan/issues/735)) | a torch with [this change](https://github.com/pytorch/pytorch/pull/148590) of 2025 |
 #
 # ## The rule
 #
-# FSDP2: no limit to set for all-gathers. FSDP1: leave `limit_all_gathers=True`, and look at the order of the
-# program if memory is still high.
+# FSDP2: no limit to set; the memory of all-gathers does not depend on how far ahead the CPU is. FSDP1: leave
+# `limit_all_gathers=True`; try `False` only if the GPU idles after the waits and memory is left.
 #
 # [← lesson 10](10_end_to_end.ipynb) · [lesson 12 →](12_a_model_too_big_for_one_rank.ipynb)
