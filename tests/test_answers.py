@@ -1,11 +1,14 @@
 """Each message of the table is raised as written and its cure runs; tracebacks of others are found in it."""
 
+import contextlib
+import copy
 import importlib
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_utils import record_collectives, run_on_ranks
 from fsdp_utils.answers import explain, raised_by, table
@@ -368,22 +372,76 @@ def gathers_of_optimizer_state() -> list[int]:
     return counted
 
 
+fsdp1 = partial(FullyShardedDataParallel, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def gathers_of_model_state() -> list[int]:
+    """All-gathers of a sharded state dict of two units, under FSDP1 and FSDP2."""
+    counted = []
+    for fsdp in (fsdp1, fully_shard):
+        model = nn.Sequential(*(fsdp(nn.Linear(8, 8)) for _ in range(2)))
+        with record_collectives(model) as trace:
+            sd.get_model_state_dict(fsdp(model))
+        counted.append(sum(event.kind == "all_gather" for event in trace.collectives))
+    return counted
+
+
+def gradients_of_three() -> float:
+    """The largest relative difference of a gradient under DDP, FSDP1 and FSDP2."""
+    torch.manual_seed(0)
+    plain, x = nn.Linear(8, 8), torch.randn(2, 4, 8)[dist.get_rank()]
+    found = []
+    for wrap in (DistributedDataParallel, fsdp1, fully_shard):
+        model = wrap(copy.deepcopy(plain))
+        model(x).square().mean().backward()
+        whole = contextlib.nullcontext()
+        if isinstance(model, FullyShardedDataParallel):
+            whole = FullyShardedDataParallel.summon_full_params(model, with_grads=True)
+        with whole:
+            (grad,) = [p.grad for name, p in model.named_parameters() if name.endswith("weight")]
+            found.append(grad.full_tensor() if isinstance(grad, DTensor) else grad.clone())
+    return max(float((grad - found[0]).norm() / found[0].norm()) for grad in found[1:])
+
+
+def cached_plans() -> list[int]:
+    """The entries of the plans that this rank sends for two saves of the same model."""
+    model, sent, folder = fully_shard(nn.Linear(8, 8)), [], shared_folder()
+
+    class Planner(dcp.DefaultSavePlanner):
+        def create_local_plan(self) -> dcp.SavePlan:
+            plan = super().create_local_plan()
+            sent.append(len(plan.items))
+            return plan
+
+    for step in (1, 2):
+        planner = Planner(enable_plan_caching=True)
+        dcp.save(model.state_dict(), checkpoint_id=folder / str(step), planner=planner)
+        loaded = {"weight": torch.zeros_like(model.weight)}
+        dcp.load(loaded, checkpoint_id=folder / str(step))
+        assert loaded["weight"].full_tensor().equal(model.weight.full_tensor())
+    return sent
+
+
+def shared_folder() -> Path:
+    shared = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(shared)
+    return Path(shared[0])
+
+
 def consolidated() -> tuple[list[str], bool]:
     """The files that DCP's writer of safetensors leaves, and whether they hold the model's weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     full = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = sd.get_model_state_dict(fully_shard(model))
-    shared = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(shared)
-    (folder,) = shared
+    folder = shared_folder()
     mapping = {name: 1 + name.startswith("1.") for name in state}
     writer = HuggingFaceStorageWriter(
         folder, fqn_to_index_mapping=mapping, save_distributed=True, enable_consolidation=True
     )
     dcp.save(state, storage_writer=writer)
     dist.barrier()
-    files = sorted(Path(folder).glob("*.safetensors"))
+    files = sorted(folder.glob("*.safetensors"))
     read = {name: tensor for file in files for name, tensor in load_file(file).items()}
     same = read.keys() == full.keys() and all(torch.equal(read[name], full[name]) for name in full)
     return [file.name for file in files], same
@@ -441,6 +499,9 @@ def norm_outside_the_plan() -> list[str]:
 def test_questions_on_states_adapters_and_activations() -> None:
     assert adapters_after_to_empty() == ([], True, True)
     assert gathers_of_optimizer_state() == [0, 8]
+    assert gathers_of_model_state() == [2, 0]
+    assert gradients_of_three() < 1e-6
+    assert cached_plans() == [2, 0]
     assert consolidated() == ([f"model-0000{number}-of-00002.safetensors" for number in (1, 2)], True)
     found = offloaded()
     assert max(error for error, _ in found.values()) < 1e-6
