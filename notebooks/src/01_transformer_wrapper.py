@@ -655,7 +655,7 @@ print(measure(FSDP(llama(), auto_wrap_policy=policy, device_id=device)).all_gath
 # | :-- | :-- | :-- |
 # | the loss does not move | the optimizer was built before `fully_shard` and holds the old parameters | build it after sharding |
 # | `ValueError: Parameter 'lm_head.weight' is shared with a parameter already managed by another FSDP group` | tied weights in two units | leave both to the root, or `fully_shard([embedding, head])` |
-# | no error, and no error, and the peak hardly falls with more ranks, although what is kept between steps does | one unit, or units of the wrong class | `fully_shard` on each block, or `shard(model)` |
+# | no error, and the peak hardly falls with more ranks, although what is kept between steps does | one unit, or units of the wrong class | `fully_shard` on each block, or `shard(model)` |
 # | no error, and the ranks' embeddings differ | `fully_shard(model)` is missing, so what is outside of the blocks is not reduced | call it last |
 #
 # `check_sharding` finds all four. Here it looks at a model with two of these mistakes:

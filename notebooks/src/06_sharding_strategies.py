@@ -253,8 +253,10 @@ assert held["FULL_SHARD"] < held["ZeRO-2"] < held["DDP"]
 # - **FULL_SHARD** holds a quarter of everything, and at most three units' worth of complete parameters and
 #   buffers. **ZeRO-2** keeps all eight units from forward to backward, and saves their second all-gather.
 # - **HYBRID_SHARD** cuts over the two ranks of a host, so its state is twice that of FULL_SHARD.
-# - In float32 **DDP** sends as much as ZeRO-2, since an all-reduce is a reduce-scatter and an all-gather in one. It sends gradients in *buckets*, each closed once it has 25 MiB (the first: 1 MiB): here fewer and larger messages than FSDP2's, in a model of billions of parameters more and smaller ones. If a model fits under DDP with room to
-#   spare, DDP is a good choice.
+# - In float32 **DDP** sends as much as ZeRO-2, since an all-reduce is a reduce-scatter and an all-gather in one.
+#   It sends gradients in *buckets*, each closed once it has 25 MiB (the first: 1 MiB): here fewer and larger
+#   messages than FSDP2's, in a model of billions of parameters more and smaller ones. If a model fits under DDP
+#   with room to spare, DDP is a good choice.
 # - **ZeRO-1, with DDP** sends as much as FULL_SHARD and holds much more: all gradients are reduced to every
 #   rank, and then the new parameters are broadcast. ZeRO-1 as it was designed sends 2 P; you build it in
 #   turn 2.
