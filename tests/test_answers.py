@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_utils import record_collectives, run_on_ranks
 from fsdp_utils.answers import explain, raised_by, table
@@ -403,6 +404,40 @@ def gradients_of_three() -> float:
     return max(float((grad - found[0]).norm() / found[0].norm()) for grad in found[1:])
 
 
+def gathers_of_checkpointing() -> list[int]:
+    """All-gathers of a step of a Llama, without and with its own checkpointing."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 16}
+    config, counted = LlamaConfig(num_hidden_layers=2, **sizes), []
+    for kept in (False, True):
+        model = LlamaForCausalLM(config)
+        if kept:
+            model.gradient_checkpointing_enable()
+        for block in model.model.layers:
+            fully_shard(block)
+        fully_shard(model)
+        ids = torch.arange(8)[None]
+        with record_collectives(model) as trace:
+            model(input_ids=ids, labels=ids).loss.backward()
+        counted.append(sum(event.kind == "all_gather" for event in trace.collectives))
+    return counted
+
+
+def steps_of_groups() -> float:
+    """The largest difference from one process after a step in which biases have another rate than weights."""
+    torch.manual_seed(0)
+    plain, x, states = nn.Linear(8, 8), torch.randn(4, 8), []
+    for wrap in (nn.Module.train, fsdp1, fully_shard):  # the first returns the model as it is
+        model = wrap(copy.deepcopy(plain))
+        of = {name.rpartition(".")[2]: p for name, p in model.named_parameters()}
+        groups = [{"params": [of["weight"]], "lr": 0.5}, {"params": [of["bias"]], "lr": 0.25}]
+        optimizer = torch.optim.SGD(groups)
+        model(x).square().mean().backward()
+        optimizer.step()
+        states.append(sd.get_model_state_dict(model, options=sd.StateDictOptions(full_state_dict=True)))
+    alone, *others = states
+    return max(float((other[name] - alone[name]).abs().max()) for other in others for name in alone)
+
+
 def cached_plans() -> list[int]:
     """The entries of the plans that this rank sends for two saves of the same model."""
     model, sent, folder = fully_shard(nn.Linear(8, 8)), [], shared_folder()
@@ -502,6 +537,9 @@ def test_questions_on_states_adapters_and_activations() -> None:
     assert gathers_of_model_state() == [2, 0]
     assert gradients_of_three() < 1e-6
     assert cached_plans() == [2, 0]
+    without, with_checkpoints = gathers_of_checkpointing()
+    assert without == with_checkpoints > 0
+    assert steps_of_groups() < 1e-6
     assert consolidated() == ([f"model-0000{number}-of-00002.safetensors" for number in (1, 2)], True)
     found = offloaded()
     assert max(error for error, _ in found.values()) < 1e-6

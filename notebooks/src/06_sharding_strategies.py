@@ -774,7 +774,7 @@ def my_accumulate(model, batches):
 # | DeepSpeed | cuts | FSDP1 | FSDP2 |
 # |:--|:--|:--|:--|
 # | ZeRO-0 | nothing | `NO_SHARD` (deprecated: DDP) | DDP |
-# | ZeRO-1 | optimizer state | none | turn 2 |
+# | ZeRO-1 | optimizer state | `SHARD_GRAD_OP`, in `no_sync()` until the last micro-batch | turn 2 |
 # | ZeRO-2 | and gradients | `SHARD_GRAD_OP` | `reshard_after_forward=False` |
 # | ZeRO-3 | and parameters | `FULL_SHARD` | the default |
 # | [ZeRO++](https://arxiv.org/abs/2306.10209) hpZ | backward gathers within the host | none | `reshard_after_forward=` ranks per host |

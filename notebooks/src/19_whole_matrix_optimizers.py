@@ -793,7 +793,7 @@ draw(reached)
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | the loss falls slowly, or Newton-Schulz gives `inf` or `nan` ([Moonlight #27](https://github.com/MoonshotAI/Moonlight/issues/27)) | a matrix optimizer got shards (`p.to_local()`) | turn 1's function tells whether the optimizer may see shards; owners or `full_tensor()` mend it |
+# | the loss falls slowly, without an error | a matrix optimizer got shards (`p.to_local()`) | turn 1's function tells whether the optimizer may see shards; owners or `full_tensor()` mend it |
 # | `Muon only supports 2D parameters` | a bias, norm or convolution in its list; or FSDP1: its parameters are flat, also with `use_orig_params=True` | give those to AdamW; FSDP2 |
 # | Muon: `in-place operations that require placement changes are not supported` | a matrix with fewer rows than ranks | give it to AdamW, or an owner |
 # | `got mixed torch.Tensor and DTensor` in `_foreach_…` or `_fused_adamw_` | `ignored_params` in one group with sharded ones | a group for each, and all-reduce the ignored gradients yourself |
