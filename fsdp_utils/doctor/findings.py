@@ -27,9 +27,10 @@ class Facts:
 
     Each of `seen` is an optimizer step, as lists by name:
         calls: kind and bytes. reduced: dtype and elements of gradients. told: single numbers communicated.
-        backwards: a 1 for each. in_ddp: a 1 for each forward of a DDP module. means: how often one line ran
-        backward on a mean, and the mean's name. copies: shapes of activations that were gathered without
-        gradients. inputs: their hashes, of each forward. labels: how many each mean was over.
+        backwards: a 1 for each. before_last: the number of `reduced` before the last of these. in_ddp: a 1
+        for each forward of a DDP module. means: how often one line ran backward on a mean, and its name.
+        clipped_early: a 1 if a backward came after clipping. copies: shapes of activations that were gathered
+        without gradients. inputs: their hashes, of each forward. labels: how many each mean was over.
         scaled: gradients at the step, relative to after backward; bystanders: of parameters that no optimizer
         has. idle: blocks whose trained parameters have no gradient. bad: units whose gradients were NaN or
         infinite before the reduction. bad_after: such parameters after it. tokens: shapes of inputs without
@@ -134,6 +135,11 @@ class Evidence:
                 how = ", without a forward of the DDP model itself" * is_bypassed
                 yield f"Step {number} ran backward and reduced no gradients over the ranks{how}."
 
+    def last_unsynced(self) -> Iterator[str]:
+        for number, (reduced, *_), (before_last, *_) in self._each("reduced", "before_last"):
+            if len(self._ranks) > 1 and reduced and before_last == [len(reduced)]:
+                yield f"The last backward of step {number} reduced no gradients, and one before it did."
+
     def sync_each_micro_batch(self) -> Iterator[str]:
         for number, reduced, backwards in self._each("reduced", "backwards"):
             times, trained = len(backwards[0]), self._model.get("trained", 0)
@@ -234,6 +240,11 @@ class Evidence:
                 factors = ", ".join(f"{scale:.3g}" for scale in scales)
                 yield f"Before step {number} {self._all} scaled their gradients by {factors}."
 
+    def clipped_early(self) -> Iterator[str]:
+        for number, clipped in self._each("clipped_early"):
+            if clipped[0]:
+                yield f"In step {number} gradients were clipped, and then a backward added to them."
+
     def clip_of_all(self) -> Iterator[str]:
         if [*self._said("parameters that are not the sharded model's")]:  # which the optimizer should have
             return
@@ -253,7 +264,11 @@ class Evidence:
         yield from self._differing(hybrid=False)
 
     def _differing(self, *, hybrid: bool) -> Iterator[str]:
-        if self._model.get("hybrid_fsdp1") == hybrid and not [*self._unsynced(), *self.ddp_unfrozen()]:
+        if self._model.get("hybrid_fsdp1") == hybrid and not [
+            *self._unsynced(),
+            *self.last_unsynced(),
+            *self.ddp_unfrozen(),
+        ]:
             yield from self._said("Replicas of a parameter")
 
     def ddp_unfrozen(self) -> Iterator[str]:

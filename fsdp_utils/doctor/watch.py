@@ -74,6 +74,9 @@ class Watch:
         self._begun: Any = None  # a sampler that has begun an epoch, until the next backward
         self._gathered: list[Any] = []  # pairs of the copies and of what was sent, until the next backward
         self._means: list[Any] = []  # of each backward until the next step: the calls, and its _mean()
+        self._clipped: list[
+            Any
+        ] = []  # the calls of the last backward before each clipping until the next step
         self._others: list[Any] = []  # all-reduces outside of backward: dtype, elements, address
         self._sampled: dict[str, list[Any]] = {}  # parameters: "scaled" for those of the first optimizer ...
         self._norms: dict[str, list[float]] = {}  # of their gradients, as backward left them
@@ -113,6 +116,8 @@ class Watch:
         self._tell(nn.functional, "cross_entropy", self._loss)
         self._tell(torch.utils.checkpoint, "checkpoint", self._checkpoint)
         self._tell(torch.autograd, "backward", self._before_backward)
+        self._tell(nn.utils, "clip_grad_norm_", self._clip)
+        self._tell(FSDP1, "clip_grad_norm_", self._clip)
         self._tell(DataLoader, "__iter__", self._loader)
         self._tell(DistributedSampler, "__iter__", self._epoch)
         self._tell(dist, "all_gather", self._gather)
@@ -278,10 +283,14 @@ class Watch:
 
     def _before_backward(self, tensors: Any, *_: Any, **__: Any) -> Callable[..., None]:
         self._note("backward")
+        self._step["before_last"] = [len(self._step["reduced"])]
         if self._begun is not None:
             self._epochs[self._begun], self._begun = self._begun.epoch, None
-        node = tree_leaves(tensors)[0].grad_fn
-        self._means.append((_calls(), _mean(node)))
+        node, calls = tree_leaves(tensors)[0].grad_fn, _calls()
+        adds = any(p.grad is not None for p in self._sampled.get("scaled", []))
+        if (calls in self._clipped and adds) or (None in self._clipped and self._taken):
+            self._step["clipped_early"] = [1]
+        self._means.append((calls, _mean(node)))
         nodes = _graph(node) if self._gathered and node else set()
         for into, given in self._gathered:
             has_own = any(one.requires_grad for one in tree_leaves(into))  # put back in place of its copy
@@ -289,6 +298,10 @@ class Watch:
                 self._step["copies"].append(list(given.shape))
         self._gathered = []
         return self._after_backward
+
+    def _clip(self, *_: Any, **__: Any) -> None:
+        self._note("clip")
+        self._clipped.append(self._means[-1][0] if self._means else None)
 
     def _after_backward(self) -> None:
         self._step["backwards"].append(1)
@@ -321,7 +334,7 @@ class Watch:
         self._step["means"] += [
             (len(some), some[0]) for some in nodes.values() if len(some) > 1 and all(some)
         ]
-        self._means = []
+        self._means, self._clipped = [], []
 
     @torch.no_grad()  # outside of which local() is slow
     def _look_at_gradients(self) -> None:
