@@ -3,8 +3,7 @@
 #
 # What may you do with a sharded model between its training steps: generate, average, edit, send its weights away?
 # **Compute through `model(...)` or a registered method, equally often on all ranks. Average and edit the shards in
-# place, after `model.reshard()`. Send weights to another process by gathering one parameter at a time with
-# `full_tensor()`.**
+# place, after `model.reshard()`. To send weights away, gather one parameter at a time with `full_tensor()`.**
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -28,9 +27,9 @@ plots.show(fig, alt="What a rank holds of three units: a quarter of each, and af
 # %% [markdown]
 # A drawing of what one of four ranks holds of each unit. A training step ends with shards everywhere. A forward pass
 # alone leaves the *root*, the unit of `fully_shard(model)`, with full weights (both are defaults). Until a backward,
-# `state_dict()` or `model.reshard()` (of the root alone) ends this, `model.parameters()` gives the root's full
-# copies and the blocks' shards. **In this state a method of your own works by accident, and edits get lost.
-# `reshard()` frees the full copies: reading one that you still hold ends the process.**
+# `state_dict()` or `model.reshard()` (of the root alone) ends this, `model.parameters()` gives the root's full copies
+# and the blocks' shards. **In this state a method of your own works by accident, and edits get lost. `reshard()`
+# frees the full copies: reading one that you still hold ends the process.**
 #
 # | you want to | write | all-gathers here |
 # |:--|:--|:--|
@@ -49,7 +48,7 @@ lesson.card(
     18,
     learn="generate, average, edit and send away the weights of a sharded model, and run two models side by side",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 22, 23),
+    minutes=(1, 25, 24),
 )
 
 # %% [markdown]
@@ -241,8 +240,8 @@ Table(["", "what happens", "all-gathers", "units full"], [[name, *found] for nam
 # %% [markdown]
 # Without the hooks the root's parameters are still shards: **DTensors**, tensors that hold one rank's part and know
 # the full shape. After an evaluation the root is full, so the call runs without registration, with right gradients,
-# until the next backward: it works in your notebook and dies in training. So register the method, if it does not
-# call `self(...)`. (If it does, registering it gathers the root twice.)
+# until the next backward: it works in your notebook and dies in training. So register the method, unless it calls
+# `self(...)`: that would gather the root twice.
 #
 # ## Generate
 #
@@ -286,8 +285,7 @@ def measure(context, count, blocks):
 contexts = {"default": nullcontext, "weights kept": gathered}
 by_tokens = {name: [measure(context, n, 2)[0] for n in (1, 4, 8, 16)] for name, context in contexts.items()}
 by_blocks = {                                                   # the least of three: gloo may free a buffer late
-    name: [min(measure(context, 1, n)[1] for _ in range(3)) for n in (2, 4, 8, 16, 32)]
-    for name, context in contexts.items()
+    name: [min(measure(way, 1, n)[1] for _ in range(3)) for n in (2, 4, 8, 16, 32)] for name, way in contexts.items()
 }
 
 # %% jupyter={"source_hidden": true}
@@ -307,15 +305,14 @@ plots.show(fig, alt="All-gathers grow with the tokens unless the weights are kep
 
 # %% [markdown]
 # With n blocks, t tokens cost 1 + n t all-gathers, or 1 + n with the weights kept, which takes room for the whole
-# model. By default the root and one block are full at a time, beside the buffers of two gathers: more than a model
-# of two blocks, a tenth of one of 32.
+# model. By default the root, one block and the buffers of two gathers take a tenth of a model of 32 blocks.
 #
 # A calculation from data sheets: 7 billion parameters in bf16 (28 GB if FSDP gathers float32) are 14 GB that a rank
 # gathers **for each token**, whatever the batch, in 0.3 s between hosts (a 400 Gbit/s link for each GPU) or 0.03 to
 # 0.05 s over an H100's or A100's NVLink (450 and 300 GB/s). A GPU that keeps them reads them from its own memory in
-# 0.004 to 0.007 s (3.35 and 2.0 TB/s). They fit on each of 8 GPUs of 80 GB: 14 GB beside 14 GB of shards (float32
-# weights, gradients, AdamW's two averages: 4 x 28 / 8). If they do not fit, share the 0.3 s among a large batch, or
-# generate with tensor parallelism ([lesson 16](16_two_dimensions.ipynb)) or in an inference engine.
+# 0.004 to 0.007 s (3.35 and 2.0 TB/s). Full weights have room on each of 8 GPUs of 80 GB: 14 GB beside 14 GB of
+# shards (float32 weights, gradients, AdamW's two averages: 4 x 28 / 8). If they do not fit, share the 0.3 s among a
+# large batch, or generate with tensor parallelism ([lesson 16](16_two_dimensions.ipynb)) or in an inference engine.
 #
 # **Ranks must call the model equally often**, and sequences end at different lengths. `generate` of transformers
 # calls `self(...)`, so it needs no registration. It notices `fully_shard(model)` (not that of the layers alone) and
@@ -324,21 +321,19 @@ plots.show(fig, alt="All-gathers grow with the tokens unless the weights are kep
 # ```python
 # model.generate(prompt, max_new_tokens=100)                              # synced_gpus=True by itself
 # with gathered(model):
-#     model.generate(prompt, max_new_tokens=100, synced_gpus=False)       # each rank may stop alone
+#     model.generate(prompt, max_new_tokens=100, synced_gpus=False)       # nothing to gather after one call
 # ```
-# In the second way nothing is left to gather after the first call, which every rank makes.
 #
 # ## Your turn 1 · Generate together
 #
 # Write `generate_together(model, ids, most)` for a model whose full weights do not fit. `ids` is `i64[1, n]`. Append
 # the likeliest token until you have appended a 0, the end token, or `most` tokens. Each rank starts at another
-# number. No rank may stop before the last one has finished; then all weights are sharded. The model here counts
-# down: after 7 comes 6. `generate(model, ids, 1)`, defined above, appends one token.
+# number. No rank may stop before the last one has finished; then all weights are sharded. The model here counts down:
+# after 7 comes 6. `generate(model, ids, 1)`, defined above, appends one token.
 #
 # <details><summary>Hint</summary>
 #
-# One `all_reduce` of a float for each token answers "has anybody still something to do?". A rank that has finished
-# calls the model and ignores the result.
+# One `all_reduce` of a float per token answers "has anybody still something to do?". Who has finished calls on.
 #
 # </details>
 
@@ -474,13 +469,13 @@ def generate_together(model, ids, most):
 # ## EMA and edits: on the shards
 #
 # You need no `torch.optim.swa_utils.AveragedModel` (which raises: it copies the model). An exponential moving average
-# (EMA) is element-wise, so each rank averages its own shards. Call the script's `update_average` after each
-# `optimizer.step()`: a test holds that this is the average of one process. It costs each rank one more copy of its
-# shards. Keep it in float32, as shards are under a `MixedPrecisionPolicy`; for a model that is bf16 itself, write
-# `p.detach().float().clone()` and `lerp_(p.float(), …)`: in bf16, an average of 1 that moves towards 1.5 with weight
-# 0.001 stays 1. `save_distributed(folder, model, step=step, state={"average": average})` saves it in shards, and
-# `load_distributed(folder, model)["average"]` returns it, on any number of ranks
-# ([lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb)).
+# (EMA) is element-wise, so each rank averages its own shards, as the script's `update_average` does: a test holds
+# that this is the average of one process. It costs each rank one more copy of its shards. Keep it in float32, as
+# shards are under a `MixedPrecisionPolicy`; for a model that is bf16 itself, write `p.detach().float().clone()` and
+# `lerp_(p.float(), …)`: in bf16, an average of 1 that moves towards 1.5 with weight 0.001 stays 1.
+# `save_distributed(folder, model, step=step, state={"average": average})` saves it in shards, and
+# `load_distributed(folder, model)["average"]` returns it, on any number of ranks ([lesson
+# 8](08_local_state_dict_and_distributed_checkpoints.ipynb)).
 #
 # An edit by hand is the same: in place, on shards. It goes wrong after an evaluation, when the root has its weights
 # twice. The next cell halves all weights in four ways, and compares the next output, and the one after
@@ -526,24 +521,22 @@ Table(["the edit", "the next output is that of", "and after model.reshard()"], [
 # - **`model.parameters()` gives the root's full copies**, and the next reshard drops the edit.
 #
 # Two ways out: call `model.reshard()` before each edit, and **look the parameters up after it**: to read a full copy
-# that you looked up before is a segmentation fault. Or `fully_shard(model, reshard_after_forward=True)`, for one
-# more all-gather in each training step and in each token after the first (run on 2.13; [until
-# 2025](https://github.com/pytorch/pytorch/issues/154655) the root ignored it). `state_dict()` and
-# `load_state_dict()` reshard by themselves.
+# that you looked up before is a segmentation fault. Or `fully_shard(model, reshard_after_forward=True)`, for one more
+# all-gather in each training step and each later token (run on 2.13; [until
+# 2025](https://github.com/pytorch/pytorch/issues/154655) the root ignored it). State dicts reshard by themselves.
 #
 # ## Your turn 2 · Evaluate with the average
 #
 # Write `evaluate_with(model, average, evaluate)`. `average` is a dictionary of shards by parameter name. Put the
-# averages into the model, call `evaluate()`, which calls the model, and return its result. All of it runs under
-# `no_grad`. Afterwards the model computes with its own weights again, its parameters are those that the optimizer
-# holds, and `average` is what it was. The model has been evaluated before, so **do not read full copies after
-# `reshard()`**: here the verdict says so, elsewhere the process ends. Gather nothing beside what `evaluate()`
-# gathers.
+# averages into the model, call `evaluate()` and return its result; all of it runs under `no_grad`. Afterwards the
+# model computes with its own weights again, its parameters are those that the optimizer holds, and `average` is what
+# it was. The model has been evaluated before, so **do not read full copies after `reshard()`**: here the verdict says
+# so, elsewhere the process ends. Gather nothing beside what `evaluate()` gathers.
 #
 # <details><summary>Hint</summary>
 #
-# Which two moments need a `model.reshard()`? Call `model.named_parameters()` again after each of them. While the
-# root is full it returns plain tensors, and after `reshard()` those have no memory: do not touch them.
+# Which two moments need a `model.reshard()`? Call `model.named_parameters()` again after each of them. While the root
+# is full it returns plain tensors, and after `reshard()` those have no memory: do not touch them.
 #
 # </details>
 
@@ -560,9 +553,7 @@ SWAP = {"its own": "The averages do not reach the computation: copy them into th
 BACK = {"the average's": "The averages are still in the model: copy its own weights back, from clones taken before."}
 
 
-class NoFreedWeights(TorchDispatchMode):
-    """Raise a sentence where a freed weight is used: reading it would end the process."""
-
+class NoFreedWeights(TorchDispatchMode):                        # to read a freed weight would end the process
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for x in tree_leaves((args, kwargs)):
             if type(x) in (torch.Tensor, nn.Parameter) and x.numel() and not x.untyped_storage().nbytes():
@@ -746,8 +737,7 @@ Table(["a step", "all-gathers", "reduce-scatters"], [[name, *found] for name, fo
 # %% [markdown]
 # A second forward gathers each block twice more, for its forward and its backward. It adds no reduce-scatter:
 # autograd sums the gradients of both forwards before FSDP reduces them. One forward of both batches gathers as often
-# as one of a single batch. The teacher's forward gathers its three units once. It is a model with its own
-# `fully_shard`, not a part of the student, where each checkpoint would hold it.
+# as one of a single batch. The teacher's forward gathers its three units once.
 #
 # ## Send the weights away
 #
@@ -779,16 +769,15 @@ Table(["", "gathered, % of the model", "full at once, %"], [[name, *found] for n
 
 # %% [markdown]
 # Gathered one by one, no more than the largest tensor is full at a time, if `send` has let go of it. Casting the
-# float32 shards to bf16 first halves the bytes. Take the tensors from `state_dict()`, which has them all: a loop
-# that calls `unshard()` on the blocks leaves out embedding and head, one of three bugs that broke
+# float32 shards to bf16 first halves the bytes. `state_dict()` has all tensors: a loop that calls `unshard()` on the
+# submodules leaves out the root's, one of three bugs that broke
 # [open-instruct](https://github.com/allenai/open-instruct/pull/1642)'s first weight sync. An engine with old weights
 # raises nothing: compare its log-probabilities with the trainer's after the first send.
 #
-# **Gather on the default stream, synchronise, send**, as `one_by_one` does; or gather all first, if there is room
-# ([a proposed change](https://github.com/huggingface/trl/pull/7131)). The CPU here has no streams to show why.
-# [trl hung](https://github.com/huggingface/trl/pull/6798) with more than two training ranks: by the author's
-# account, rank 0's gathers waited behind vLLM's transfers on the same CUDA streams, so the two NCCL groups waited
-# for each other.
+# **Gather on the default stream, synchronise, send**, as `one_by_one` does; or gather all first, if there is room ([a
+# proposed change](https://github.com/huggingface/trl/pull/7131)). The CPU here has no streams to show why. [trl
+# hung](https://github.com/huggingface/trl/pull/6798) with more than two training ranks: by the author's account, rank
+# 0's gathers waited behind vLLM's transfers on the same CUDA streams, so the two NCCL groups waited for each other.
 #
 # ## When it goes wrong
 #
