@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import AveragedModel
 
@@ -22,7 +22,8 @@ Evidence = dict[str, list[Any]]  # what each function below returned, by its nam
 
 @pytest.fixture(scope="module")
 def evidence() -> Evidence:
-    uses = (averages, full_root, without_own_parameters, generated, method_under_fsdp1, outcomes)
+    uses = (averages, full_root, method_that_calls_the_model, without_own_parameters)
+    uses = (*uses, generated, method_under_fsdp1, outcomes)
     ranks = run_on_ranks(lambda: {use.__name__: use() for use in uses}, world_size=2, timeout=200)
     return {use.__name__: [rank[use.__name__] for rank in ranks] for use in uses}
 
@@ -167,6 +168,30 @@ def without_own_parameters() -> tuple[int, int, str]:
     except RuntimeError as error:
         return count, full, str(error)
     return count, full, ""
+
+
+class Asking(Model):
+    def ask(self, ids: Tensor) -> Tensor:
+        return self(ids)
+
+
+def method_that_calls_the_model() -> list[int]:
+    """Gathers of a step through such a method, as it is and registered."""
+    found = []
+    for registered in (False, True):
+        torch.manual_seed(0)
+        model: Any = Asking()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        if registered:
+            register_fsdp_forward_method(model, "ask")
+        found.append(gathers(model, lambda m=model: m.ask(samples()).mean().backward()))
+    return found
+
+
+def test_a_method_that_calls_the_model_gathers_the_root_twice_if_registered(evidence: Evidence) -> None:
+    assert all(found == [5, 6] for found in evidence["method_that_calls_the_model"])
 
 
 def test_blocks_that_are_called_before_their_root_take_themselves_for_it(evidence: Evidence) -> None:

@@ -1,10 +1,9 @@
 # %% [markdown]
 # # 18 · Beyond forward and backward
 #
-# What may you do with a sharded model between its training steps: generate, average, edit, send its weights
-# away? **Compute through `model(...)` or a registered method, equally often on all ranks. Average and edit
-# the shards in place, after `model.reshard()`. Send weights to another process by gathering one parameter at
-# a time with `full_tensor()`.**
+# What may you do with a sharded model between its training steps: generate, average, edit, send its weights away?
+# **Compute through `model(...)` or a registered method, equally often on all ranks. Average and edit the shards in
+# place, after `model.reshard()`. To send weights away, gather one parameter at a time with `full_tensor()`.**
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -26,36 +25,37 @@ axes.spines[:].set_visible(False)
 plots.show(fig, alt="What a rank holds of three units: a quarter of each, and after an evaluation a full copy of the root.")
 
 # %% [markdown]
-# A drawing of what one of four ranks holds of each unit. Backward ends with shards everywhere. A forward
-# pass alone leaves the *root*, the unit of `fully_shard(model)`, with full weights (the default). Until the
-# next backward, `state_dict()` or `model.reshard()` (which reshards the root only), `model.parameters()`
-# gives the root's full copies, and the blocks' shards.
+# A drawing of what one of four ranks holds of each unit. A training step ends with shards everywhere. A forward pass
+# alone leaves the *root*, the unit of `fully_shard(model)`, with full weights (both are defaults). Until a backward,
+# `state_dict()` or `model.reshard()` (of the root alone) ends this, `model.parameters()` gives the root's full copies
+# and the blocks' shards. **In this state a method of your own works by accident, and edits get lost. `reshard()`
+# frees the full copies: reading one that you still hold ends the process.**
 #
 # | you want to | write | all-gathers here |
 # |:--|:--|:--|
-# | generate, and the full weights fit on a GPU | `with gathered(model):` (defined below) around the loop | 3, for any number of tokens |
-# | generate, and they do not fit | `model(ids)` on all ranks, until the last one has finished | 2 for each token, and 1 |
-# | keep an EMA (an average of the weights) | `average[name].lerp_(p, 0.1)` for each parameter, after `optimizer.step()` | 0 |
-# | edit weights by hand | `model.reshard()`, then `p.mul_(0.5)` under `no_grad` | 0 |
+# | generate, and the full weights fit on a GPU | `with gathered(model):` (defined under Generate) around the loop | 3, for any number of tokens |
+# | generate, and they do not fit | `model(ids)` on all ranks, until the last one has finished | 2 for each token, and 1 for the root |
+# | keep an EMA (an average of the weights) | under `no_grad`, after `optimizer.step()`: `average[name].lerp_(p, 0.1)` for each parameter | 0 |
+# | edit weights by hand | under `no_grad`: `model.reshard()`, then `for p in model.parameters(): p.mul_(0.5)` | 0 |
 # | run a frozen teacher or reference model | a second model with its own `fully_shard`; under `no_grad`; then `teacher.reshard()` | 3 more in a step |
 # | send weights to vLLM (a weight sync) | `p.full_tensor()` for each `p` of `model.state_dict().values()`, on all ranks | 1 for each parameter |
 # | call a method of your own | `register_fsdp_forward_method(model, "logp")`, once | as for `model(...)` |
 #
-# "Here": three units, the root and two blocks.
+# "Here" is a model of three units, the root and two blocks. With n blocks, read n for 2 and n + 1 for 3.
 
 # %% tags=["card"]
 lesson.card(
     18,
     learn="generate, average, edit and send away the weights of a sharded model, and run two models side by side",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 22, 23),
+    minutes=(1, 25, 24),
 )
 
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It counts what each use of a model of
-# three units costs in all-gathers.
+# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It counts what each use of a model of three
+# units costs in all-gathers. (FSDP2; for FSDP1 see [lesson 13](13_from_fsdp1_to_fsdp2.ipynb).)
 #
 # ```python
 # import torch
@@ -117,25 +117,19 @@ lesson.card(
 # 10 tokens, weights kept     3 all-gathers
 # ```
 #
-# - **5:** a training step gathers the root once, and each block twice, before its forward and before its
-#   backward: 1 + 2 + 2.
+# - **5:** a training step gathers the root once, and each block for its forward and its backward: 1 + 2 + 2.
 # - **0:** each rank averages its own shards.
-# - **21:** each of ten tokens gathers both blocks again, and the root stays full: 1 + 10 x 2. With 32 blocks,
-#   ten tokens gather as often as five training steps: 1 + 10 x 32 against 1 + 2 x 32.
-# - **4:** `full_tensor()` gathers each of the four parameters by itself.
-# - **3:** with the weights kept, each unit is gathered once. The blocks then stay full, until the context
-#   `gathered` below reshards them.
-#
-# The rest of this lesson shows where such uses go wrong, some without an error. It is about FSDP2; for FSDP1
-# see [lesson 13](13_from_fsdp1_to_fsdp2.ipynb).
+# - **21:** each of ten tokens gathers both blocks again, and the root stays full: 1 + 10 x 2.
+# - **4:** `full_tensor()` gathers each of the four parameters.
+# - **3:** with the weights kept, each unit is gathered once. `generate` reshards the root only, so both blocks
+#   are still full when the script ends. A backward pass, `state_dict()` or `block.reshard()` would free them.
 #
 # ## Which calls gather
 #
-# Each unit has hooks that run when it is *called*: they gather its weights before `forward` and, in a block,
-# free them after it. A method of your own has none. It needs them if it uses submodules itself, as `logp` does
-# below, instead of calling `self(...)`: `register_fsdp_forward_method(model, "logp")` puts the root's hooks
-# around it. `way_in` (folded) makes a call and a backward pass on a new model and counts the all-gathers of
-# both, and the units that are full after the call (after `model(ids)` the root alone, as in the drawing).
+# Each unit has hooks that run when it is *called*: they gather its weights before `forward` and, in a block, free
+# them after it. A method that uses submodules itself, as `logp` does below, has none, until
+# `register_fsdp_forward_method(model, "logp")` puts the root's hooks around it. `way_in` (folded) counts the
+# all-gathers of a call and its backward pass, and the units that are full between them.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -153,20 +147,12 @@ rank, world = dist.get_rank(), dist.get_world_size()
 device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x):                                       # f32[batch, tokens, 16]
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Model(nn.Module):
     def __init__(self, blocks=2):
         super().__init__()
         self.embed, self.head = nn.Embedding(16, 16), nn.Linear(16, 16, bias=False)
-        self.blocks = nn.Sequential(*[Block() for _ in range(blocks)])
+        layers = [(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Tanh()) for _ in range(blocks)]
+        self.blocks = nn.Sequential(*[nn.Sequential(*block) for block in layers])
 
     def forward(self, ids):                                     # i64[batch, tokens]
         return self.head(self.blocks(self.embed(ids)))          # f32[batch, tokens, 16]
@@ -193,12 +179,13 @@ ids = (torch.arange(4, device=device) + 4 * rank)[None] % 16    # i64[1, 4], oth
 from torch.distributed.tensor import DTensor
 
 from fsdp_utils import record_collectives
+from fsdp_utils.lessons.meter import Meter
 from fsdp_utils.lessons.tables import Table
 
 
 def full_units(model):
     """Return the number of units whose full weights are in memory."""
-    one_of_each = [model.embed.weight, *(block.up.weight for block in model.blocks)]
+    one_of_each = [model.embed.weight, *(block[0].weight for block in model.blocks)]
     return sum(not isinstance(p, DTensor) for p in one_of_each)
 
 
@@ -224,36 +211,47 @@ def way_in(model, call):
         return [str(error).partition(",")[0].partition(" ")[2], "", ""]
 
 
+def shares(use):
+    """Bytes gathered, and the most that were full at once, in % of the model."""
+    for meter in (meters := [Meter() for _ in range(5)]):       # gloo's thread may let go of a tensor late
+        with meter:
+            use(build())
+    found = meters[0].gathered_bytes, min(meter.peak_whole_bytes for meter in meters)
+    return [round(100 * n / sum(p.nbytes for p in Model().parameters())) for n in found]
+
+
 # %%
 # %%ranks
-registered = build()
+registered, evaluated = build(), build()
 register_fsdp_forward_method(registered, "logp")
+with torch.no_grad():
+    evaluated(ids)                                              # leaves the root full
 ways = {
-    "model(ids)": way_in(build(), lambda model: model(ids)),
-    "model.logp(ids)": way_in(build(), lambda model: model.logp(ids)),
+    "model(ids), a new model": way_in(build(), lambda model: model(ids)),
     "model.logp(ids), registered": way_in(registered, lambda model: model.logp(ids)),
-    "model.forward(ids)": way_in(build(), lambda model: model.forward(ids)),
+    "model.logp(ids), a new model": way_in(build(), lambda model: model.logp(ids)),
+    "model.logp(ids), after an evaluation": way_in(evaluated, lambda model: model.logp(ids)),
+    "the same again, after that backward": way_in(evaluated, lambda model: model.logp(ids)),
 }
-assert ways["model(ids)"] == ways["model.logp(ids), registered"] == ["no error", "5", "1"]
-assert ways["model.logp(ids)"] == ways["model.forward(ids)"] == ["got mixed torch.Tensor and DTensor", "", ""]
+whole, mixed = ["no error", "5", "1"], ["got mixed torch.Tensor and DTensor", "", ""]
+assert list(ways.values()) == [whole, whole, mixed, ["no error", "4", "1"], mixed]
 Table(["", "what happens", "all-gathers", "units full"], [[name, *found] for name, found in ways.items()])
 
 # %% [markdown]
-# Without the hooks the root's parameters are still shards: **DTensors**, which know the whole that they are a
-# part of. A root without parameters of its own (an `nn.Sequential` of blocks) raises nothing when you call
-# `forward`: each block takes itself for the root and keeps its full weights.
+# Without the hooks the root's parameters are still shards: **DTensors**, tensors that hold one rank's part and know
+# the full shape. After an evaluation the root is full, so the call runs without registration, with right gradients,
+# until the next backward: it works in your notebook and dies in training. So register the method, unless it calls
+# `self(...)`: that would gather the root twice.
 #
 # ## Generate
 #
-# Every token gathers every block again, unless the weights are kept. The next cell sweeps the number of tokens
-# and of blocks for both. `gathered(model)` is the context to take home.
+# Every token gathers every block again, unless `gathered(model)`, a context to take home, keeps the weights. Two
+# sweeps: all-gathers against tokens, with two blocks, and peak memory against blocks, for one token.
 
 # %%
 # %%ranks
 from contextlib import contextmanager, nullcontext
 from functools import partial
-
-from fsdp_utils.lessons.meter import Meter
 
 
 @contextmanager
@@ -279,59 +277,63 @@ def generate(model, ids, count):                                # i64[1, n] -> i
 
 def measure(context, count, blocks):
     model, weights = build(blocks), sum(p.nbytes for p in Model(blocks).parameters())
-    with context(model), Meter() as meter:                      # follows gathers, and full weights in memory
+    with context(model), Meter() as meter:                      # follows gathers, full weights and buffers
         generate(model, ids, count)
-    return meter.all_gathers, round(100 * meter.peak_whole_bytes / weights)
+    return meter.all_gathers, round(100 * meter.peak_gather_bytes / weights)
 
 
-sweep, tokens, sizes = {}, (1, 4, 16), (2, 8, 32)
-for name, context in {"default": nullcontext, "weights kept": gathered}.items():
-    sweep[name] = [measure(context, n, 2)[0] for n in tokens] + [measure(context, 1, n)[1] for n in sizes]
-head = ["", "all-gathers: 1 token", "4 tokens", "16 tokens", "peak, %: 2 blocks", "8 blocks", "32 blocks"]
-Table(head, [[name, *found] for name, found in sweep.items()], note="Peak: full weights, in % of the model.")
+contexts = {"default": nullcontext, "weights kept": gathered}
+by_tokens = {name: [measure(context, n, 2)[0] for n in (1, 4, 8, 16)] for name, context in contexts.items()}
+by_blocks = {                                                   # the least of three: gloo may free a buffer late
+    name: [min(measure(way, 1, n)[1] for _ in range(3)) for n in (2, 4, 8, 16, 32)] for name, way in contexts.items()
+}
 
-# %% tags=["check"]
-for sweep in ranks.get("sweep"):
-    assert sweep["default"][:3] == [2 * n + 1 for n in (1, 4, 16)]
-    assert 70 > sweep["default"][3] > 50 > 20 > sweep["default"][4] > 10 > sweep["default"][5]
-    assert sweep["weights kept"][:3] == [3, 3, 3]
-    assert all(99 < share < 120 for share in sweep["weights kept"][3:])     # uneven shards are padded
+# %% jupyter={"source_hidden": true}
+for by_tokens, by_blocks in (found := ranks.get("(by_tokens, by_blocks)")):
+    assert by_tokens == {"default": [2 * n + 1 for n in (1, 4, 8, 16)], "weights kept": [3] * 4}
+    assert 165 > by_blocks["default"][0] > 130 > 45 > by_blocks["default"][2] > 30 > 13 > by_blocks["default"][4]
+    assert 210 > by_blocks["weights kept"][0] > 170 > 120 > by_blocks["weights kept"][4] > 100
+fig, (left, right) = plots.figure(2, width=8.4, height=2.7)
+for axes, x, lines in zip((left, right), ((1, 4, 8, 16), (2, 4, 8, 16, 32)), found[0]):
+    for (name, y), color in zip(lines.items(), plots.RANK_COLORS):
+        axes.plot(x, y, "o-", color=color, label=name)
+    axes.set(xticks=x, ylim=(0, None))
+left.set(title="all-gathers, 2 blocks", xlabel="tokens")
+right.set(title="full weights and buffers, % of the model", xlabel="blocks")
+left.legend()
+plots.show(fig, alt="All-gathers grow with the tokens unless the weights are kept; kept weights take the whole model.")
 
 # %% [markdown]
-# Kept weights need one gather per unit for any number of tokens, and room for the whole model. By default the
-# root and one block are full at a time, a small share of a deep model. (`unshard()` keeps nothing: it gathers
-# one unit without its children, and the next forward shards a block again.)
+# With n blocks, t tokens cost 1 + n t all-gathers, or 1 + n with the weights kept, which takes room for the whole
+# model. By default the root, one block and the buffers of two gathers take a tenth of a model of 32 blocks.
 #
-# A calculation from data sheets: 7 billion parameters in bf16 are 14 GB that a rank gathers **for each token**,
-# in 0.3 s between hosts (a 400 Gbit/s link for each GPU) or 0.03 to 0.05 s over an H100's or A100's NVLink
-# (450 and 300 GB/s). A GPU that keeps them reads them from its own memory in 0.004 to 0.007 s (3.35 and 2.0
-# TB/s). So keep the weights if they fit beside the shards. If not, generate with tensor parallelism ([lesson
-# 16](16_two_dimensions.ipynb)) or in an inference engine.
+# A calculation from data sheets: 7 billion parameters in bf16 (28 GB if FSDP gathers float32) are 14 GB that a rank
+# gathers **for each token**, whatever the batch, in 0.3 s between hosts (a 400 Gbit/s link for each GPU) or 0.03 to
+# 0.05 s over an H100's or A100's NVLink (450 and 300 GB/s). A GPU that keeps them reads them from its own memory in
+# 0.004 to 0.007 s (3.35 and 2.0 TB/s). Full weights have room on each of 8 GPUs of 80 GB: 14 GB beside 14 GB of
+# shards (float32 weights, gradients, AdamW's two averages: 4 x 28 / 8). If they do not fit, share the 0.3 s among a
+# large batch, or generate with tensor parallelism ([lesson 16](16_two_dimensions.ipynb)) or in an inference engine.
 #
-# **Ranks must call the model equally often**, and sequences end at different lengths. `generate` of
-# transformers calls `self(...)` for each token, so it needs no registration. It notices `fully_shard(model)`
-# (not that of the layers alone) and sets `synced_gpus=True`: a rank that has finished goes on calling until
-# all have.
+# **Ranks must call the model equally often**, and sequences end at different lengths. `generate` of transformers
+# calls `self(...)`, so it needs no registration. It notices `fully_shard(model)` (not that of the layers alone) and
+# sets `synced_gpus=True`: a rank that has finished goes on calling until all have.
 #
 # ```python
 # model.generate(prompt, max_new_tokens=100)                              # synced_gpus=True by itself
 # with gathered(model):
-#     model.generate(prompt, max_new_tokens=100, synced_gpus=False)       # each rank may stop alone
+#     model.generate(prompt, max_new_tokens=100, synced_gpus=False)       # nothing to gather after one call
 # ```
-#
-# In the second way nothing is left to gather after the first call, which every rank makes.
 #
 # ## Your turn 1 · Generate together
 #
-# Write `generate_together(model, ids, most)` for a model whose full weights do not fit. `ids` is `i64[1, n]`.
-# Append the likeliest token until you have appended a 0, the end token, or `most` tokens. Each rank starts at
-# another number. No rank may stop before the last one has finished; then all weights are sharded. The model
-# here counts down: after 7 comes 6. `generate(model, ids, 1)`, defined above, appends one token.
+# Write `generate_together(model, ids, most)` for a model whose full weights do not fit. `ids` is `i64[1, n]`. Append
+# the likeliest token until you have appended a 0, the end token, or `most` tokens. Each rank starts at another
+# number. No rank may stop before the last one has finished; then all weights are sharded. The model here counts down:
+# after 7 comes 6. `generate(model, ids, 1)`, defined above, appends one token.
 #
 # <details><summary>Hint</summary>
 #
-# One `all_reduce` of a float for each token answers "has anybody still something to do?". A rank that has
-# finished calls the model and ignores the result.
+# One `all_reduce` of a float per token answers "has anybody still something to do?". Who has finished calls on.
 #
 # </details>
 
@@ -344,9 +346,9 @@ from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
 def countdown():
     """A sharded model after whose token n comes n - 1."""
     model = Model().to(device)
-    for block in model.blocks:
-        nn.init.zeros_(block.down.weight)
-        nn.init.zeros_(block.down.bias)
+    for layer in (layer for block in model.blocks for layer in (block[0], block[2])):
+        nn.init.eye_(layer.weight)
+        nn.init.zeros_(layer.bias)
     model.embed.weight.copy_(torch.eye(16))
     model.head.weight.copy_(torch.eye(16).roll(-1, 0))
     return shard(model)
@@ -466,20 +468,18 @@ def generate_together(model, ids, most):
 # %% [markdown]
 # ## EMA and edits: on the shards
 #
-# `copy.deepcopy(model)` raises, and so does `torch.optim.swa_utils.AveragedModel`, which calls it. You need
-# neither: an exponential moving average (EMA) is element-wise, so each rank averages its own shards. Call the
-# script's `update_average` after each `optimizer.step()`: a test holds that this is the average of one process.
-#
-# The average costs each rank one more copy of its shards. Keep it in float32. Under a `MixedPrecisionPolicy`
-# the shards are float32 already; for a model that is bf16 itself, write `p.detach().float().clone()` and
+# You need no `torch.optim.swa_utils.AveragedModel` (which raises: it copies the model). An exponential moving average
+# (EMA) is element-wise, so each rank averages its own shards, as the script's `update_average` does: a test holds
+# that this is the average of one process. It costs each rank one more copy of its shards. Keep it in float32, as
+# shards are under a `MixedPrecisionPolicy`; for a model that is bf16 itself, write `p.detach().float().clone()` and
 # `lerp_(p.float(), …)`: in bf16, an average of 1 that moves towards 1.5 with weight 0.001 stays 1.
-# `save_distributed(folder, model, step=step, state={"average": average})` saves it in shards, so it loads on
-# another number of ranks ([lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb)).
+# `save_distributed(folder, model, step=step, state={"average": average})` saves it in shards, and
+# `load_distributed(folder, model)["average"]` returns it, on any number of ranks ([lesson
+# 8](08_local_state_dict_and_distributed_checkpoints.ipynb)).
 #
-# An edit by hand is the same: in place, on shards. What goes wrong is an edit after an evaluation, when the
-# root has its weights twice: the optimizer holds the shards, and `model.parameters()` gives the full copies.
-# The next cell halves all weights in four ways. It looks at the next output, and at the one after
-# `model.reshard()`.
+# An edit by hand is the same: in place, on shards. It goes wrong after an evaluation, when the root has its weights
+# twice. The next cell halves all weights in four ways, and compares the next output, and the one after
+# `model.reshard()`, with those of models of which all weights, none, or the blocks' are halved.
 
 # %% tags=["edits"]
 # %%ranks
@@ -498,8 +498,8 @@ def after(edit=lambda p: p.mul_(0.5), evaluated=False, held=False):
 
 
 with torch.no_grad():
-    known = {"as before": build()(ids)}
-    for word, part in {"only blocks halved": lambda model: model.blocks, "halved": lambda model: model}.items():
+    known = {"no weights halved": build()(ids)}
+    for word, part in {"the blocks' halved": lambda model: model.blocks, "all halved": lambda model: model}.items():
         for p in part(halved := build()).parameters():
             p.mul_(0.5)
         known[word] = halved(ids)
@@ -509,54 +509,63 @@ edits = {
     "after an evaluation: the optimizer's parameters": after(evaluated=True, held=True),
     "after an evaluation: model.parameters()": after(evaluated=True),
 }
-Table(["the edit", "next output", "after model.reshard()"], [[name, *found] for name, found in edits.items()])
-
-# %% tags=["check"]
-expected = "halved, halved", "as before, as before", "only blocks halved, halved", "halved, only blocks halved"
-assert tuple(map(", ".join, ranks.get("edits")[0].values())) == expected
+every, none, part = "all halved", "no weights halved", "the blocks' halved"
+assert list(edits.values()) == [[every, every], [none, none], [part, every], [every, part]]
+Table(["the edit", "the next output is that of", "and after model.reshard()"], [[name, *found] for name, found in edits.items()])
 
 # %% [markdown]
-# - **`full_tensor()` is a copy**: editing it changes nothing. To write an edited copy `full` back:
+# - **`full_tensor()` is a copy**: editing it does not change the model. To write an edited copy `full` back:
 #   `p.copy_(distribute_tensor(full, p.device_mesh, p.placements))`.
-# - **The optimizer's parameters are the shards.** The next forward does not read the root's: it computes with
-#   old weights, without an error. The same happens to an `optimizer.step()` after an evaluation between
-#   backward and step: the next training forward reads the old root, and its backward reshards it.
+# - **The optimizer's parameters are the shards.** The next forward does not read the root's: it computes with old
+#   weights, without an error. So does the training forward after an evaluation between backward and `step()`.
 # - **`model.parameters()` gives the root's full copies**, and the next reshard drops the edit.
 #
-# Copying a DTensor, such as an average, into a full copy does raise: `got mixed torch.Tensor and DTensor`.
-# People meet it when they put [an EMA into a model](https://github.com/pytorch/pytorch/issues/144289) that they
-# have evaluated.
-#
-# Two ways out: call `model.reshard()` before each edit, and look the parameters up after it. Or
-# `fully_shard(model, reshard_after_forward=True)`, for one more all-gather in each training step and in each
-# generated token after the first. `state_dict()` and `load_state_dict()` reshard by themselves.
+# Two ways out: call `model.reshard()` before each edit, and **look the parameters up after it**: to read a full copy
+# that you looked up before is a segmentation fault. Or `fully_shard(model, reshard_after_forward=True)`, for one more
+# all-gather in each training step and each later token (run on 2.13; [until
+# 2025](https://github.com/pytorch/pytorch/issues/154655) the root ignored it). State dicts reshard by themselves.
 #
 # ## Your turn 2 · Evaluate with the average
 #
-# Write `evaluate_with(model, average, evaluate)`. `average` is a dictionary of shards by parameter name. Put
-# the averages into the model, call `evaluate()`, which calls the model, and return its result. All of it runs
-# under `no_grad`. Afterwards the model computes with its own weights again, and `average` is what it was. The
-# model has been evaluated before. No rank has room for full weights beyond those that `evaluate()` gathers.
+# Write `evaluate_with(model, average, evaluate)`. `average` is a dictionary of shards by parameter name. Put the
+# averages into the model, call `evaluate()` and return its result; all of it runs under `no_grad`. Afterwards the
+# model computes with its own weights again, its parameters are those that the optimizer holds, and `average` is what
+# it was. The model has been evaluated before, so **do not read full copies after `reshard()`**: here the verdict says
+# so, elsewhere the process ends. Gather nothing beside what `evaluate()` gathers.
 #
 # <details><summary>Hint</summary>
 #
-# Which two moments need a `model.reshard()`? Call `model.named_parameters()` again after each of them: while
-# the root is full, it returns plain tensors.
+# Which two moments need a `model.reshard()`? Call `model.named_parameters()` again after each of them. While the root
+# is full it returns plain tensors, and after `reshard()` those have no memory: do not touch them.
 #
 # </details>
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 STALE = "The root computes with old weights: it was full when its shard changed. Reshard it before."
-FULL = "The root is full, so `model.named_parameters()` returns plain tensors: call `model.reshard()` before you look them up."
+FULL = "While the root is full, `model.named_parameters()` has plain tensors: call `model.reshard()` before you look them up."
+FREED = "This weight was looked up before `model.reshard()`, which freed it: look the parameters up after it."
+OTHER = "The model has other parameters than the optimizer holds: copy into them, without `assign=True`."
 SWAP = {"its own": "The averages do not reach the computation: copy them into the shards, in place."}
 BACK = {"the average's": "The averages are still in the model: copy its own weights back, from clones taken before."}
+
+
+class NoFreedWeights(TorchDispatchMode):                        # to read a freed weight would end the process
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for x in tree_leaves((args, kwargs)):
+            if type(x) in (torch.Tensor, nn.Parameter) and x.numel() and not x.untyped_storage().nbytes():
+                raise NotYet(FREED)
+        return func(*args, **(kwargs or {}))
 
 
 @turn(2, {
     "output with the average": exactly("right", lambda found: SWAP.get(found, STALE)),
     "output afterwards": exactly("right", lambda found: BACK.get(found, STALE)),
     "averages that have changed": exactly(0, "The averages are overwritten: they have to stay as they were."),
+    "parameters that the optimizer lacks": exactly(0, OTHER),
     "all-gathers beyond the evaluation's": at_most(0, "Full weights are gathered: copy shard to shard."),
 })
 @torch.no_grad()
@@ -566,11 +575,13 @@ def score_swap(evaluate_with):
         p.mul_(0.5).add_(0.01 * number)
     given = {name: p.clone() for name, p in other.named_parameters()}
     before = {name: p.to_local().clone() for name, p in given.items()}
+    held = list(model.parameters())
     averaged, own, found = other(ids), model(ids), []
     try:
-        count = gathers(model, lambda: found.append(evaluate_with(model, given, lambda: model(ids))))
-    except RuntimeError as raised:
-        if "got mixed" in str(raised) and full_units(model):
+        with NoFreedWeights():
+            count = gathers(model, lambda: found.append(evaluate_with(model, given, lambda: model(ids))))
+    except (AttributeError, RuntimeError) as raised:
+        if any(words in str(raised) for words in ("got mixed", "must match the size", "attribute 'to_local'")):
             raise NotYet(FULL) from None
         raise
     if not isinstance(found[0], torch.Tensor) or found[0].shape != own.shape:
@@ -579,10 +590,12 @@ def score_swap(evaluate_with):
     during, later = (
         next((word for word, y in outputs.items() if torch.allclose(y, z)), "a mix") for z in (found[0], model(ids))
     )
+    model.state_dict()                                          # reshards all units
     return {
         "output with the average": "right" if during == "the average's" else during,
         "output afterwards": "right" if later == "its own" else later,
         "averages that have changed": sum(not torch.equal(before[name], p.to_local()) for name, p in given.items()),
+        "parameters that the optimizer lacks": sum(p is not q for p, q in zip(model.parameters(), held)),
         "all-gathers beyond the evaluation's": count - 3,
     }
 
@@ -594,7 +607,6 @@ def evaluate_with(model, average, evaluate):
 
 
 # %% tags=["solution"] turn=2
-@torch.no_grad()
 def evaluate_with(model, average, evaluate):
     model.reshard()
     own = {name: p.clone() for name, p in model.named_parameters()}
@@ -615,23 +627,18 @@ def evaluate_with(model, average, evaluate):                    # state dicts re
     return result
 
 # %% tags=["right"] turn=2
-@torch.no_grad()
 def evaluate_with(model, average, evaluate):                    # swap twice, on what lies on this rank
-    def swap():
+    results = []
+    for use in (evaluate, lambda: None):
         model.reshard()
         for name, p in model.named_parameters():
             was = p.to_local().clone()
             p.to_local().copy_(average[name].to_local())
             average[name].to_local().copy_(was)
-
-    swap()
-    try:
-        return evaluate()
-    finally:
-        swap()
+        results.append(use())
+    return results[0]
 
 # %% tags=["right"] turn=2
-@torch.no_grad()
 def evaluate_with(model, average, evaluate):                    # all tensors at once
     model.reshard()
     mine = [p.to_local() for p in model.parameters()]
@@ -649,25 +656,40 @@ def evaluate_with(model, average, evaluate):                    # no reshard bef
     return evaluate()
 
 # %% tags=["wrong"] turn=2 says="before you look them up"
-@torch.no_grad()
 def evaluate_with(model, average, evaluate):                    # no reshard after the evaluation
-    model.reshard()
-    own = {name: p.clone() for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
-        p.copy_(average[name])
+    own = [p.to_local().clone() for p in model.state_dict().values()]
+    model.load_state_dict(average)
     result = evaluate()
-    for name, p in model.named_parameters():
-        p.copy_(own[name])
+    torch._foreach_copy_(list(model.parameters()), own)
     return result
 
 # %% tags=["wrong"] turn=2 says="The root computes with old weights"
 def evaluate_with(model, average, evaluate):                    # the same, with shards that were looked up before
-    own = {name: p.clone() for name, p in model.state_dict().items()}
-    shards = dict(model.named_parameters())
+    own = [p.to_local().clone() for p in model.state_dict().values()]
+    mine = [p.to_local() for p in model.parameters()]
     model.load_state_dict(average)
     result = evaluate()
-    for name, p in shards.items():
-        p.copy_(own[name])
+    torch._foreach_copy_(mine, own)
+    return result
+
+# %% tags=["wrong"] turn=2 says="which freed it"
+def evaluate_with(model, average, evaluate):                    # read after it was freed: else SIGSEGV
+    parameters = list(model.parameters())
+    model.reshard()
+    return [p.clone() for p in parameters]
+
+# %% tags=["wrong"] turn=2 says="which freed it"
+def evaluate_with(model, average, evaluate):                    # written after it was freed
+    parameters = list(model.parameters())
+    model.reshard()
+    return [p.copy_(new) for p, new in zip(parameters, average.values())]
+
+# %% tags=["wrong"] turn=2 says="than the optimizer holds"
+def evaluate_with(model, average, evaluate):
+    own = {name: p.clone() for name, p in model.state_dict().items()}
+    model.load_state_dict({name: p.clone() for name, p in average.items()}, assign=True)
+    result = evaluate()
+    model.load_state_dict(own, assign=True)
     return result
 
 # %% tags=["wrong"] turn=2 says="still in the model"
@@ -683,66 +705,10 @@ def evaluate_with(model, average, evaluate):
     return evaluate()
 
 # %% [markdown]
-# ## Send the weights away
-#
-# An inference engine such as vLLM wants full tensors (a *weight sync*). `full_tensor()` is an all-gather: all
-# ranks call it, in the same order. `shares` (folded) measures what is gathered, and how much of the model is
-# full at once, for three ways to send.
-
-# %% jupyter={"source_hidden": true} tags=["send"]
-# %%ranks
-def shares(use):
-    """Bytes gathered, and the most that were full at once, in % of the model."""
-    peaks = []
-    for _ in range(5):                                          # gloo's thread may let go of a tensor late
-        with Meter() as meter:
-            use(build())
-        peaks.append(meter.peak_whole_bytes)
-    return [round(100 * n / sum(p.nbytes for p in Model().parameters())) for n in (meter.gathered_bytes, min(peaks))]
-
-
-for block in (unsharded := build()).blocks:                     # the submodules alone leave out the root's
-    block.unshard()
-assert [isinstance(p, DTensor) for p in unsharded.parameters()].count(False) == 8       # of ten
-
-# %%
-# %%ranks
-def one_by_one(model, gather=lambda p: p.full_tensor(), send=lambda name, full: None):
-    for name, p in model.state_dict().items():
-        full = gather(p)
-        send(name, full)                                        # on rank 0, to the engine
-        del full                                                # else it lives until the next is gathered
-
-
-ways_to_send = {
-    "all, then send": shares(lambda model: [p.full_tensor() for p in model.state_dict().values()]),
-    "one by one": shares(one_by_one),
-    "one by one, cast to bf16 first": shares(partial(one_by_one, gather=lambda p: p.bfloat16().full_tensor())),
-}
-every, each, cast = ways_to_send.values()
-assert every[1] >= 100 > 40 > each[1]
-assert abs(2 * cast[0] - each[0]) < 3
-Table(["", "gathered, % of the model", "full at once, %"], [[name, *found] for name, found in ways_to_send.items()])
-
-# %% [markdown]
-# Gathered one by one, no more than the largest tensor is full at a time. Casting the float32 shards to bf16
-# first halves the bytes. Take the tensors from `state_dict()`, which has them all: a loop that calls
-# `unshard()` on the blocks leaves out the root's, embedding and head. In
-# [open-instruct](https://github.com/allenai/open-instruct/pull/1642) only the submodules were unsharded, and
-# the first weight sync failed. If the engine keeps old weights instead, nothing fails: compare its
-# log-probabilities with the trainer's after the first send.
-#
-# **Finish each gather before you send.** [trl hung](https://github.com/huggingface/trl/pull/6798): by the
-# author's account, rank 0 gathered inside vLLM's transfer loop, behind transfers to the engine on the same CUDA
-# streams. The other ranks ran ahead, and the two NCCL groups waited for each other. ([Another
-# report](https://github.com/huggingface/trl/issues/7103) has it with any number of ranks above one. The CPU
-# here has no streams to show it.) Gather on the default stream and synchronise, then send; or gather all
-# first, if there is room ([a proposed change](https://github.com/huggingface/trl/pull/7131)).
-#
 # ## Two models, two forwards
 #
-# The next cell counts, by `kinds` (folded above), what a step sends: with two forwards before one backward (DPO,
-# unless chosen and rejected samples are concatenated), and with a frozen teacher or reference model.
+# `kinds` (folded above) lists what a step sends: with two forwards before one backward (DPO, unless chosen and
+# rejected samples are concatenated), and with a frozen teacher or reference model.
 
 # %% tags=["pairs"]
 # %%ranks
@@ -763,38 +729,72 @@ steps = {
     "one forward of both batches": lambda: student(torch.cat([ids, rejected])).mean().backward(),
     "with a frozen teacher": distil,
 }
-pairs = {name: kinds(student, step) for name, step in steps.items()}
-pairs = {name: [made.count("all_gather"), made.count("reduce_scatter")] for name, made in pairs.items()}
+sent = {name: kinds(student, step) for name, step in steps.items()}
+pairs = {name: [made.count("all_gather"), made.count("reduce_scatter")] for name, made in sent.items()}
 assert list(pairs.values()) == [[5, 3], [9, 3], [5, 3], [8, 3]]
 Table(["a step", "all-gathers", "reduce-scatters"], [[name, *found] for name, found in pairs.items()])
 
 # %% [markdown]
 # A second forward gathers each block twice more, for its forward and its backward. It adds no reduce-scatter:
-# autograd sums the gradients of both forwards before FSDP reduces them. One forward of both batches gathers
-# no more than one. The teacher's forward gathers its three units once. It is a model with its own
-# `fully_shard`, not a part of the student, where each checkpoint would hold it.
+# autograd sums the gradients of both forwards before FSDP reduces them. One forward of both batches gathers as often
+# as one of a single batch. The teacher's forward gathers its three units once.
+#
+# ## Send the weights away
+#
+# An inference engine such as vLLM wants full tensors (a *weight sync*). `full_tensor()` is an all-gather: all ranks
+# call it, in the same order, and each gather has to finish before its tensor is sent. `one_by_one` is the loop to
+# take home. `shares` (folded above) measures three ways to send: what is gathered, and how much is full at once.
+
+# %%
+# %%ranks
+def one_by_one(model, send, dtype=None):
+    for name, p in model.state_dict().items():
+        full = p.to(dtype).full_tensor() if isinstance(p, DTensor) else p       # a buffer is not sharded
+        if full.is_cuda:
+            torch.cuda.current_stream().synchronize()           # the gather has finished
+        if rank == 0:
+            send(name, full)                                    # to the engine; lets go of the tensor
+        del full                                                # else it lives until the next is gathered
+
+
+ways_to_send = {
+    "all, then send": shares(lambda model: [p.full_tensor() for p in model.state_dict().values()]),
+    "one by one": shares(lambda model: one_by_one(model, lambda *_: None)),
+    "one by one, cast to bf16 first": shares(lambda model: one_by_one(model, lambda *_: None, torch.bfloat16)),
+}
+every, each, cast = ways_to_send.values()
+assert every[1] >= 100 > 40 > each[1]
+assert abs(2 * cast[0] - each[0]) < 3
+Table(["", "gathered, % of the model", "full at once, %"], [[name, *found] for name, found in ways_to_send.items()])
+
+# %% [markdown]
+# Gathered one by one, no more than the largest tensor is full at a time, if `send` has let go of it. Casting the
+# float32 shards to bf16 first halves the bytes. `state_dict()` has all tensors: a loop that calls `unshard()` on the
+# submodules leaves out the root's, one of three bugs that broke
+# [open-instruct](https://github.com/allenai/open-instruct/pull/1642)'s first weight sync. An engine with old weights
+# raises nothing: compare its log-probabilities with the trainer's after the first send.
+#
+# **Gather on the default stream, synchronise, send**, as `one_by_one` does; or gather all first, if there is room ([a
+# proposed change](https://github.com/huggingface/trl/pull/7131)). The CPU here has no streams to show why. [trl
+# hung](https://github.com/huggingface/trl/pull/6798) with more than two training ranks: by the author's account, rank
+# 0's gathers waited behind vLLM's transfers on the same CUDA streams, so the two NCCL groups waited for each other.
 #
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | `got mixed torch.Tensor and DTensor` | a method of your own that does not call `self(...)`, `model.forward` or `model.embed(ids)`: no hooks ran. Or full weights beside a shard, after an evaluation | `model(...)`, `register_fsdp_forward_method`. Or `model.reshard()` |
-# | `FSDP state has already been lazily initialized` | a block was called before the model, or `model.forward` | build the model anew, and call it first |
+# | `got mixed torch.Tensor and DTensor` | a method of your own that does not call `self(...)`, `model.forward` or `model.embed(ids)`: no hooks ran. Or full weights beside a shard, as when [an EMA is put](https://github.com/pytorch/pytorch/issues/144289) into a model after an evaluation | `model(...)`, `register_fsdp_forward_method`. Or `model.reshard()`, then look the parameters up anew |
+# | the process ends with SIGSEGV in an edit | a full weight that was looked up before `reshard()`, which freed it | look the parameters up after `reshard()` |
+# | `FSDP state has already been lazily initialized` | the model's first call was one of a block, or `forward` of a root without parameters of its own | build the model anew, and call it first |
 # | `FSDP does not support deepcopy` | `AveragedModel`, or a copy as reference model | a dictionary of shards; build the second model anew and load the first one's state dict |
 # | `'Tensor' object has no attribute 'full_tensor'` (or `'device_mesh'`) | in a `state_dict()`: a buffer, or one of `ignored_params`, not sharded. `'Parameter' object`, in `model.parameters()`: an ignored one, or the root is full | send it as it is. Or take it from `state_dict()` |
-# | `No backend type associated with device type cpu`, in `full_tensor()` (not run here) | `CPUOffloadPolicy`: the shards are on the CPU, and the group has NCCL alone | `p.to("cuda").full_tensor()`; [Answers](answers.md#no-backend-for-device) |
-# | `Inplace update to inference tensor outside InferenceMode` | the model's first call ran under `torch.inference_mode()` | `torch.no_grad()`; or train a step first |
-# | `modified by an inplace operation`, in backward | a buffer that forward updates, and two forwards before one backward | [write to a new tensor](answers.md#changed-in-place-under-fsdp) |
-# | training hangs when only some ranks have images | a unit is called on some ranks only | call it everywhere, its result times 0; inside a larger unit, `set_reduce_scatter_unused_params(True)` ([lesson 20](20_experts.ipynb)) |
-# | memory stays high after an evaluation | full units: the root, or all with `reshard_after_forward=False` | `reshard()` on each |
-# | embedding and head do not change | edited while the root was full | `model.reshard()` before |
-# | an evaluation differs by rank | BatchNorm's buffers are each rank's own | `all_reduce` and divide them before you evaluate or save; [Answers](answers.md#what-happens-to-batchnorms-running-statistics) |
+# | memory stays high after an evaluation, or embedding and head ignore edits | full units: the root, or all with `reshard_after_forward=False` | `reshard()` on each, before you edit |
 # | the engine's log-probabilities are others | it has old weights of the root, or names with `_checkpoint_wrapped_module` | names and tensors of `state_dict()` |
 #
 # ## The rule
 #
-# Full weights: through `model(...)` or a registered method, on all ranks alike, unless all weights are kept.
-# Everything element-wise: in place on the shards, after `model.reshard()`; of every unit, if
-# `reshard_after_forward` is False or a number.
+# To compute with full weights, call `model(...)` or a registered method, equally often on all ranks. To change
+# weights, call `model.reshard()`, then look the parameters up, and write in place under `no_grad`. (If blocks keep
+# their weights, because `reshard_after_forward` is False or a number, reshard each of them.)
 #
 # [← lesson 17](17_fine_tune_three_ways.ipynb) · [lesson 19 →](19_whole_matrix_optimizers.ipynb)
