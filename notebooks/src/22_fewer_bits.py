@@ -9,30 +9,30 @@
 from fsdp_utils.lessons import lesson, plots
 
 LANES = [
-    ("trained", 0, ["float32 shard\n4 bytes", "codes, scales\n1 byte", "codes of all ranks\n1 byte", "bf16 weight\n2 bytes"],
-     ["encode", "all-gather", "decode"], "`reshard` frees both"),
-    ("frozen", 1, ["codes, scales\n½ byte", "codes of all ranks\n½ byte", "bf16 weight\n2 bytes"],
+    ("trained", 0, ["float32 shard\n4 bytes", "codes, scales\n1 byte", "all ranks' codes\n1 byte", "bf16 weight\n2 bytes"],
+     ["encode", "all-gather", "decode"], "reshard frees both"),
+    ("frozen", 1, ["codes, scales\n½ byte", "all ranks' codes\n½ byte", "bf16 weight\n2 bytes"],
      ["all-gather", "decode"], "autograd keeps the weight,\nunless blocks are checkpointed"),
 ]  # fmt: skip
 fig, (axes,) = plots.figure(width=9.2, height=1.9)
 for row, (name, first, boxes, arrows, end) in enumerate(LANES):
-    color, step = plots.RANK_COLORS[row], 2.3
+    color, step = plots.RANK_COLORS[row], 2.4
     axes.text(-1.0, -row, name, ha="right", va="center", weight="bold")
     for column, text in enumerate(boxes, first):
         box = {"boxstyle": "round", "facecolor": color, "alpha": 0.25, "edgecolor": color}
         axes.text(step * column, -row, text, ha="center", va="center", bbox=box, fontsize=8)
     for column, text in enumerate(arrows, first):
-        ends = {"xy": (step * (column + 1) - 0.8, -row), "xytext": (step * column + 0.8, -row)}
-        axes.annotate("", **ends, arrowprops={"arrowstyle": "->"})
+        begin, stop = (step * column + 0.85, -row), (step * (column + 1) - 0.85, -row)
+        axes.annotate("", stop, begin, arrowprops={"arrowstyle": "->"})
         axes.text(step * (column + 0.5), 0.08 - row, text, ha="center", va="bottom", fontsize=8)
     axes.text(step * 3 + 0.95, -row, end, va="center", fontsize=8)
-axes.set(xlim=(-1.9, 10.6), ylim=(-1.45, 0.45))
+axes.set(xlim=(-1.9, 11.0), ylim=(-1.45, 0.45))
 axes.axis("off")
 plots.show(fig, alt="Trained: 4 bytes are encoded to 1, gathered, decoded to 2. Frozen: half a byte is gathered, decoded to 2.")
 
 # %% [markdown]
-# Bytes for each weight, without scales. A trained weight also has a gradient and AdamW states, 12 bytes;
-# [lesson 19](19_whole_matrix_optimizers.ipynb) has 8-bit optimizer states.
+# Bytes for each weight, without scales. A trained weight also has 12 bytes of gradient and AdamW states
+# ([lesson 19](19_whole_matrix_optimizers.ipynb)).
 #
 # | your weights | what to do | what it costs |
 # |:--|:--|:--|
@@ -41,8 +41,8 @@ plots.show(fig, alt="Trained: 4 bytes are encoded to 1, gathered, decoded to 2. 
 # | trained, the GPU waits for all-gathers | send int8, with a scale for each 64 weights (only matrices: rows a multiple of the ranks, columns of 64) | a rounding error of 0.6%; coded and decoded for each gather; 3 bytes instead of 2 for a gathered weight |
 # | trained, with matrix products in float8 | send float8, with one scale for all ranks | a rounding error of 2.7%; an all-reduce for each gather, or one a step (turn 2) |
 #
-# The rounding error is the norm of the weights' errors over the norm of the weights, measured below for
-# normally distributed weights. In bf16 it is 0.2%.
+# The rounding error is the norm of the errors over the norm of the weights, measured below for normally
+# distributed weights. In bf16 it is 0.2%.
 
 # %% tags=["card"]
 lesson.card(
@@ -50,7 +50,7 @@ lesson.card(
     learn="keep frozen weights in 4 bits, gather trained weights in 8, and see what either costs in error",
     needs="[lesson 4](04_backward_prefetch.ipynb), [lesson 7](07_mixed_precision.ipynb), "
     "[lesson 9](09_child_tuning.ipynb)",
-    minutes=(1, 20, 20),
+    minutes=(1, 23, 20),
 )
 
 # %% [markdown]
@@ -58,8 +58,8 @@ lesson.card(
 #
 # Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. A layer has a frozen weight and an
 # adapter, two small trained matrices whose product is added to the weight ([lesson
-# 9](09_child_tuning.ipynb)). The script stores the frozen weight in bf16, then in 4 bits. `pack` divides
-# each row by a **scale** and rounds to a **code** from 1 to 15. Two codes share a byte, so the parameter is
+# 9](09_child_tuning.ipynb)). The script stores the frozen weight in bf16, then in 4 bits. `pack` divides each
+# row by a **scale** and rounds to a **code** from 1 to 15. Two codes share a byte, so the parameter is
 # `uint8`; `unpack` turns codes and scales back into weights.
 #
 # ```python
@@ -139,13 +139,13 @@ lesson.card(
 #
 # ## Which storage FSDP shards
 #
-# FSDP2 shards each parameter by itself. Since torch 2.12 (read in its source; run here: 2.13) `uint8` may stand
-# beside a float32 adapter, and a policy casts only floating-point parameters. torch 2.11 raises in `fully_shard`: `only Tensors of floating point
-# dtype can require gradients` ([issue 177844](https://github.com/pytorch/pytorch/issues/177844)). FSDP1 lays
-# all parameters of a unit end to end, so they need one floating-point dtype. Hence bitsandbytes'
+# FSDP2 shards each parameter by itself. Since torch 2.12 (read in its source; run here: 2.13) `uint8` may
+# stand beside a float32 adapter, and a policy casts only floating-point parameters. torch 2.11 raises in
+# `fully_shard`: `only Tensors of floating point dtype can require gradients` ([issue
+# 177844](https://github.com/pytorch/pytorch/issues/177844)). FSDP1 lays all parameters of a unit end to end,
+# so they need one floating-point dtype. Hence bitsandbytes'
 # [`bnb_4bit_quant_storage=torch.bfloat16`](https://huggingface.co/docs/bitsandbytes/main/en/fsdp_qlora): the
-# same bytes, read as bf16 numbers, the rows "bfloat16" below. `sharded4` (folded) runs a step of the script's layer and compares the
-# output with the unsharded layer's.
+# same bytes, read as bf16. `sharded4` (folded) compares an output with the unsharded layer's.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons.tables import Table
@@ -181,9 +181,7 @@ def unpack(codes, scales):
     return (torch.stack([codes & 15, codes >> 4], -1).flatten(1).bfloat16() - 8) * scales
 
 
-class Layer(nn.Module):
-    """The script's layer, with its codes stored as `stored` and its adapter in `adapter`."""
-
+class Layer(nn.Module):                                         # the script's, but for two dtypes
     def __init__(self, stored=torch.uint8, adapter=bf16):
         super().__init__()
         numbers = torch.Generator().manual_seed(0)
@@ -218,13 +216,10 @@ def sharded4(version, stored, adapter, policy):                 # the policy is 
 # %% tags=["storage"]
 # %%ranks
 ways = [                                                        # FSDP, codes stored as, adapter, param_dtype
-    (1, "uint8", "bfloat16", None),
-    (1, "bfloat16", "bfloat16", None),
-    (2, "uint8", "bfloat16", None),
-    (2, "uint8", "float32", "bfloat16"),
-    (2, "bfloat16", "bfloat16", "bfloat16"),
-    (2, "bfloat16", "bfloat16", "float16"),
-]
+    (1, "uint8", "bfloat16", None), (1, "bfloat16", "bfloat16", None),
+    (2, "uint8", "bfloat16", None), (2, "uint8", "float32", "bfloat16"),
+    (2, "bfloat16", "bfloat16", "bfloat16"), (2, "bfloat16", "bfloat16", "float16"),
+]  # fmt: skip
 happens = [sharded4(*way) for way in ways]
 
 # %% jupyter={"source_hidden": true}
@@ -235,13 +230,13 @@ rows = [[f"FSDP{way[0]}", *(name or "-" for name in way[1:]), found] for way, fo
 Table(["", "codes stored as", "adapter", "param_dtype", "what happens"], rows)
 
 # %% [markdown]
-# The last row fails **silently**: codes stored as bf16 are cast to fp16 *as numbers*, and other bytes come
-# out. Where codes have a floating-point dtype, make `param_dtype` the same.
+# The last row fails **silently**: codes stored as bf16 are cast to fp16 *as numbers*. Where codes have a
+# floating-point dtype, make `param_dtype` the same.
 #
-# **This holds for plain parameters.** bitsandbytes' `Params4bit` keeps its scales in an attribute, which its
-# shards under FSDP2 do not have: a loss of 0 and gradients of NaN with `uint8` ([accelerate issue
-# 3983](https://github.com/huggingface/accelerate/issues/3983)). A user with bf16 storage reports wrong outputs
-# and blames FSDP2 for changing codes that are NaN as bf16 ([bitsandbytes issue
+# **This holds for plain parameters.** Shards of bitsandbytes' `Params4bit` under FSDP2 lose the attribute
+# with their scales: a loss of 0 and gradients of NaN with `uint8` ([accelerate issue
+# 3983](https://github.com/huggingface/accelerate/issues/3983)). With bf16 storage a user reports wrong
+# outputs and blames FSDP2 for changing codes that are NaN as bf16 ([bitsandbytes issue
 # 1945](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1945), open); on gloo all 65,536 bf16
 # patterns pass a gather unchanged.
 #
@@ -249,7 +244,8 @@ Table(["", "codes stored as", "adapter", "param_dtype", "what happens"], rows)
 #
 # A large weight makes its scale large, and all weights that share the scale are rounded more coarsely.
 # `rounded` divides a matrix into **blocks**, each with a scale, and rounds. The float8 here, e4m3, has 1 sign
-# bit, 4 bits of exponent and 3 of mantissa.
+# bit, 4 bits of exponent and 3 of mantissa. The folded cell puts large weights at random places among
+# normally distributed ones, and sweeps their size; the error is that of all *other* weights.
 
 # %%
 import torch
@@ -263,10 +259,6 @@ def rounded(w, kind, block):
         return ((parts / scale).to(torch.float8_e4m3fn).float() * scale).view_as(w)
     scale = largest / {"int8": 127, "int4": 7}[kind]
     return ((parts / scale).round() * scale).view_as(w)
-
-# %% [markdown]
-# The folded cell puts large weights at random places among normally distributed ones, and sweeps their size.
-# The error is that of all *other* weights.
 
 # %% jupyter={"source_hidden": true}
 def error(largest, kind, block, count):
@@ -289,8 +281,7 @@ for axes, (count, title) in zip(panels, [(1, "one large weight"), (66, "one in a
         style = {"color": plots.RANK_COLORS[kinds.index(kind)], "linestyle": "-" if block == 64 else "--"}
         label = f"{kind}, {'blocks of 64' if block == 64 else 'one scale'}"
         axes.loglog(sizes, found, marker="o", markersize=3, label=label, **style)
-    axes.set(title=title, ylim=(0.4, 130))
-    axes.set_xlabel("large weight, in standard deviations")
+    axes.set(title=title, ylim=(0.4, 130), xlabel="large weight, in standard deviations")
     axes.set_xticks(sizes, sizes)
     axes.set_yticks([1, 10, 100], ["1", "10", "100"])
     axes.minorticks_off()
@@ -308,12 +299,11 @@ plots.show(fig, alt="Rounding error over the size of large weights: float8, int8
 # %% [markdown]
 # - **Four bits need blocks.** With one scale the error is 21% at the first point; in blocks of 64 it is 11% over
 #   the matrix, as one large weight spoils only one block of 1,024. There, beside a weight of 40 standard
-#   deviations, the other 63 are rounded to 0. With one in a thousand the error is 15% at
-#   ten standard deviations, and 27% at eighty. A bf16 scale for each 64 weights costs a quarter of a bit.
+#   deviations, almost all of the other 63 become 0. With one in a thousand the error is 15% at ten standard
+#   deviations, and 27% at eighty. A bf16 scale for each 64 weights costs a quarter of a bit.
 # - **Int8 in blocks has the smallest error over the matrix**, up to 320 standard deviations with one large
-#   weight, and up to 40 with one in a thousand. With one scale its error is 18% at eighty.
-# - **Float8 gets by with one scale**: each number has its own exponent, and the error is 2.5 to 2.7% in the
-#   whole sweep.
+#   weight, and up to 40 with one in a thousand. With one scale it is 18% at eighty.
+# - **Float8 gets by with one scale**: each number has its own exponent. The error stays at 2.5 to 2.7%.
 #
 # Measure how many of your weights are large: `(w.abs() > 15 * w.abs().median()).float().mean()` counts those
 # above ten standard deviations of the others. If it is near 0.001, compare int4 with int8 on your loss first.
@@ -321,17 +311,11 @@ plots.show(fig, alt="Rounding error over the size of large weights: float8, int8
 # ## Your turn 1 · Pack four bits in blocks
 #
 # Write `pack(weight)`, from `f32[256, 256]` to two tensors, the codes and their scales, and `unpack(codes,
-# scales)`, back to `[256, 256]`. Four weights of the matrix are 40; the others have a standard deviation of 1.
-# Use at most 4.5 bits for each weight, scales included. The error of the others may be at most 14%; with the
-# script's `pack`, a scale for each row of 256, it is 18%, and blocks of 128 are not enough. (The turn first
-# tries a matrix without large weights, where 18% is enough.) Both tensors become frozen parameters under `fully_shard`
-# with `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, and `unpack` gets what it gathers.
-#
-# <details><summary>Hint</summary>
-#
-# `weight.view(256, 4, 64)` has blocks of 64 in its last dimension; its scales have the shape `[256, 4, 1]`.
-#
-# </details>
+# scales)`, back to `[256, 256]`. Four weights of the matrix are 40; the others have a standard deviation of
+# 1. Use at most 4.5 bits for each weight, scales included. The error of the others may be at most 14%; with
+# the script's `pack`, a scale for each row of 256, it is 18%, and blocks of 128 are not enough. Both tensors
+# become frozen parameters under `fully_shard` with `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, and
+# `unpack` gets what it gathers. Hint: `weight.view(256, 4, 64)` has blocks of 64 in its last dimension.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -342,16 +326,6 @@ CAST = "FSDP2 changes the codes: the policy casts floating-point parameters. Kee
 
 def distance(w, exact):
     return ((w.float() - exact).norm() / exact.norm()).item()
-
-
-class Frozen(nn.Module):
-    def __init__(self, codes, scales, unpack):
-        super().__init__()
-        self.codes, self.scales = (nn.Parameter(t, requires_grad=False) for t in (codes, scales))
-        self.unpack = unpack
-
-    def forward(self):
-        return self.unpack(self.codes.detach(), self.scales.detach())
 
 
 @turn(1, {
@@ -374,9 +348,10 @@ def score_pack(pack, unpack):
     if plain.shape != w.shape:
         raise NotYet(f"`unpack` has to return {list(w.shape)}, found {list(plain.shape)}.")
     undone, beside = 100 * distance(again, w), 100 * distance(plain[ordinary], w[ordinary])
-    model = fully_shard(Frozen(codes, scales, unpack), mp_policy=MixedPrecisionPolicy(bf16))
+    frozen = nn.ParameterList(nn.Parameter(part, requires_grad=False) for part in packed)
+    fully_shard(frozen, mp_policy=MixedPrecisionPolicy(bf16)).unshard()
     try:
-        change = 100 * distance(model()[ordinary], plain[ordinary].float())
+        change = 100 * distance(unpack(*(part.detach() for part in frozen))[ordinary], plain[ordinary].float())
     except RuntimeError:                                        # such as shapes that do not fit any more
         change = math.inf
     negative = again.min().item() < 0                           # after the first mistake nothing else is measured
@@ -389,14 +364,13 @@ def score_pack(pack, unpack):
     }
 
 
-def off(size):
+def beside(size):
     """Score the script's functions with blocks of this size."""
-    smaller = lambda weight: pack(weight.view(-1, size)), lambda *packed: unpack(*packed).view(256, 256)
-    return list(score_pack(*smaller).values())[3:]
+    return [*score_pack(lambda w: pack(w.view(-1, size)), lambda *p: unpack(*p).view(256, 256)).values()][3:]
 
 
-assert off(64)[0] < 14 < off(128)[0]
-assert [round(off(256)[0]), off(64)[1], off(256)[1]] == [18, 0, None]   # of FSDP2 nothing is said
+assert beside(64)[0] < 14 < beside(128)[0]
+assert [round(beside(256)[0]), beside(64)[1], beside(256)[1]] == [18, 0, None]      # of FSDP2 nothing is said
 
 
 # %%
@@ -415,7 +389,6 @@ def pack(weight):
     scales = blocks.abs().amax(2, keepdim=True) / 7
     codes = ((blocks / scales).round() + 8).to(torch.uint8).view(256, 256)
     return codes[:, ::2] | codes[:, 1::2] << 4, scales.bfloat16()
-
 def unpack(codes, scales):
     pairs = torch.stack([codes & 15, codes >> 4], -1).view(256, 4, 64)
     return ((pairs.float() - 8) * scales.float()).view(256, 256)
@@ -460,10 +433,7 @@ def unpack(codes, scales):
     return (torch.stack([codes & 15, codes >> 4], -1).flatten(1).float() - 8) * scales.float()
 
 # %% tags=["wrong"] turn=1 says="has to return two tensors"
-def pack(weight):
-    return weight.bfloat16()
-def unpack(codes):
-    return codes
+pack, unpack = (lambda weight: weight.bfloat16()), (lambda codes: codes)
 
 # %% tags=["wrong"] turn=1 says="two codes share a byte"
 def pack(weight):                                               # a byte for each
@@ -504,15 +474,14 @@ def unpack(codes, scales):
 # %% [markdown]
 # ## Eight bits on the wire
 #
-# A trained weight keeps its float32 shards, as the optimizer adds small changes to them; only its gather can
-# shrink.
+# A trained weight keeps float32 shards, as the optimizer adds small changes; only its gather can shrink.
 #
 # ### When it pays
 #
-# Where the GPU waits for all-gathers: slow links, small batches. An 8-bit gather sends 1 byte less for each
-# weight, but FSDP2 decodes after its wait for the gather, where nothing hides it. The next cell **calculates**
-# what is left of the gain on an H100. `decoding` is the memory traffic for each weight, counted from the
-# operations of the classes below.
+# Only where the GPU waits for all-gathers: slow links, small batches. An 8-bit gather sends 1 byte less for
+# each weight, but FSDP2 decodes after its wait for the gather, where nothing hides it. The next cell
+# **calculates** what is left of the gain on an H100. `decoding` is the memory traffic for each weight,
+# counted from the operations of the classes below.
 
 # %%
 links = [12.5, 25, 50, 100, 200, 450]                           # GB/s for each GPU; 450 is NVLink's
@@ -525,27 +494,26 @@ Table(
 )
 
 # %% [markdown]
-# `Float8` breaks even at 3350 / 23 = 146 GB/s, `Int8` at 223: **between hosts both gain; within an NVLink host
-# both lose, unless their decoding is compiled.** Coding the shard and all-reduces of scales are not counted.
-# [QSDP](https://arxiv.org/abs/2302.02390) quantized weights and gradients of GPT models of up to 1.3 billion
-# parameters on several hosts: the same accuracy, up to 2.2 times as fast. A user with 64 GPUs saw no clear gain
-# from gathers ([issue 653](https://github.com/pytorch/torchtitan/issues/653)).
+# `Float8` breaks even at 3350 / 23 = 146 GB/s, `Int8` at 223: **between hosts both gain; within an NVLink
+# host both lose, unless their decoding is compiled.** Coding the shard and all-reduces of scales are not
+# counted. [QSDP](https://arxiv.org/abs/2302.02390) quantized weights and gradients of GPT models of up to 1.3
+# billion parameters on several hosts: the same accuracy, up to 2.2 times as fast. A user with 64 GPUs saw no
+# clear gain from gathers ([issue 653](https://github.com/pytorch/torchtitan/issues/653)).
 #
-# Float8 gains more in products: "typically 80% comes from fp8 compute and 20% comes from the fp8 all gather"
-# ([issue 687](https://github.com/pytorch/torchtitan/issues/687)). With 8,192 by 8,192 weights a forward product
-# and its casts ran 0.71, 0.98 and 1.53 times as fast as in bf16, for 1,024, 4,096 and 16,384 tokens on a rank
+# Float8 gains more in products, "typically 80%" ([issue
+# 687](https://github.com/pytorch/torchtitan/issues/687)). With 8,192 by 8,192 weights a forward product and
+# its casts ran 0.71, 0.98 and 1.53 times as fast as in bf16, for 1,024, 4,096 and 16,384 tokens on a rank
 # (H200, torch 2.11, one run).
 #
 # ### Two hooks of a weight
 #
-# In each gather FSDP2 (not FSDP1) calls two methods of a weight, its **hooks**: `fsdp_pre_all_gather` on the shard
-# returns the tensors to send; `fsdp_post_all_gather` makes the weight of what came from all ranks. `reshard`
-# frees the gathered tensors, and what the second hook names in a tuple.
+# In each gather FSDP2 (not FSDP1) calls two methods of a weight, its **hooks**: `fsdp_pre_all_gather` on the
+# shard returns the tensors to send; `fsdp_post_all_gather` makes the weight of what came from all ranks.
+# `reshard` frees the gathered tensors, and what the second hook names in a tuple.
 #
-# `Hooked` (folded) is a subclass of `torch.Tensor` around a float32 tensor, `inner`. It runs PyTorch's operations
-# on `inner`; the results of those in `KEEP` become `Hooked` again. Without `new_zeros` or `slice` there the
-# gather takes 4 bytes per weight, with no error; without `detach` `nn.Parameter` raises; without `view`
-# `to_local()` loses `inner`.
+# `Hooked` (folded) is a subclass of `torch.Tensor` around a float32 tensor, `inner`. It runs PyTorch's
+# operations on `inner`; the results of those in `KEEP` become `Hooked` again. Without `new_zeros` or `slice`
+# there the gather takes 4 bytes per weight, with no error; without `detach` `nn.Parameter` raises.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -605,7 +573,8 @@ class Float8(Hooked):
 # %% [markdown]
 # `train` gives both weights of a small model a class before `fully_shard`, and trains for 40 steps. The model
 # has to be on its device by then: a later `model.to(...)` does not convert `inner`. Rank 0's rows begin four
-# times as large as the others.
+# times as large as the others. Two more classes (folded) are mistakes: `OwnScale` without the all-reduce,
+# `NothingToFree` with an empty tuple.
 
 # %%
 # %%ranks
@@ -630,10 +599,6 @@ def train(kind, dtype=bf16):
         optimizer.step()
         optimizer.zero_grad()
     return trace.bytes_by_kind(), loss.item(), *found
-
-# %% [markdown]
-# Folded: two mistakes, `OwnScale` without the all-reduce and `NothingToFree` with an empty tuple; `compare`,
-# which returns the error of the gathered weight, and how much of its memory is still taken after backward.
 
 # %% jupyter={"source_hidden": true} tags=["hooks"]
 # %%ranks
@@ -679,37 +644,29 @@ Table(
 )
 
 # %% [markdown]
-# Both 8-bit ways halve the bytes of bf16 (int8's scales add 3%), and this small model learns as well. Each weight
-# is gathered twice, in forward and in backward; gradients are reduced in float32.
+# Both 8-bit ways halve the bytes of bf16 (int8's scales add 3%), and this small model learns as well. Each
+# weight is gathered in forward and in backward; gradients are reduced in float32.
 #
-# **All ranks must decode with the same scale.** In `OwnScale` rank 0's is the largest, so rank 0 reads the others'
-# rows too large, and they read its rows too small: each rank computes with a different model, and nothing
-# raises. `Int8` gathers its scales with the codes.
+# **All ranks must decode with the same scale.** In `OwnScale` rank 0's is the largest, so it reads the
+# others' rows too large, and they read its rows too small: each rank computes with a different model, and
+# nothing raises. `Int8` gathers its scales with the codes.
 #
-# **8-bit gathers save no memory.** Until `reshard` FSDP2 holds the code (1 byte) beside the decoded weight (2),
-# where a bf16 gather holds 2 bytes; decoding makes float32 copies for a moment. With an empty tuple all decoded
-# weights stay; so they did in a cache of Transformer Engine ([issue
-# 2681](https://github.com/NVIDIA/TransformerEngine/issues/2681)).
+# **8-bit gathers save no memory.** Until `reshard` FSDP2 holds the code (1 byte) beside the decoded weight
+# (2), where a bf16 gather holds 2 bytes. With an empty tuple decoded weights stay; so they did in a cache of
+# Transformer Engine ([issue 2681](https://github.com/NVIDIA/TransformerEngine/issues/2681)).
 #
-# **Leave biases and norms as they are**: both classes take matrices only. All ranks must send equally many
-# bytes, so `Float8` pads to the rows of rank 0. Without padding only the ranks with fewer rows raise, and the
-# others wait; so does a rank without rows. `Int8` cannot pad, as FSDP2 asks for tensors of the padded shard's
-# shape and scales have another: hence its rows and columns.
+# **Leave biases and norms as they are**: both classes take matrices. All ranks must send equally many bytes,
+# so `Float8` pads to the rows of rank 0. Without padding only the ranks with fewer rows raise, and the others
+# wait; so does a rank without rows. `Int8` cannot pad, as its scales have another shape than its codes.
 #
 # ## Your turn 2 · One all-reduce for all scales
 #
-# `Float8` sends a tiny all-reduce for each weight and gather: four in a step of `train`. Weights change only in
-# `optimizer.step()`, or when you load or edit them, so one all-reduce for all weights after that is enough.
-# Write `find_scales(parameters)`: it gets the model's
-# sharded weights and returns a list of scales, each a tensor of one number: the largest absolute value of the
-# *whole* weight, divided by 448 (none here is all zeros, so no clamp). Send **one** collective.
-# `p.to_local().inner` is this rank's shard of `p`, in float32.
-#
-# <details><summary>Hint</summary>
-#
-# `torch.stack` makes one tensor of many maxima, and a list of its rows is what to return.
-#
-# </details>
+# `Float8` sends a tiny all-reduce for each weight and gather: four in a step of `train`. Weights change only
+# in `optimizer.step()`, or when you load or edit them, so one all-reduce for all weights after that is
+# enough. Write `find_scales(parameters)`: it gets the model's sharded weights and returns a list of scales,
+# each a tensor of one number: the largest absolute value of the *whole* weight, divided by 448 (none here is
+# all zeros, so no clamp). Send **one** collective. `p.to_local().inner` is this rank's shard of `p`, in
+# float32.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -735,19 +692,18 @@ def score_scales(find_scales):
         scales = find_scales(list(model.parameters()))
     if not isinstance(scales, list | tuple) or len(scales) != len(exact):
         raise NotYet(f"Return a list of {len(exact)} scales, one for each weight.")
-    wrong = torch.zeros(3, len(exact), device=device)           # too small, a sum, too large
+    wrong = torch.zeros(3, len(exact), device=device)           # too small, too large, a sum
     for column, (found, w) in enumerate(zip(scales, exact)):
-        largest, summed = w.abs().max(), sum(rows.abs().max() for rows in w.chunk(world))
-        is_sum = abs(float(found) * 448 / summed - 1) < 0.001
-        ratio = float(found) * 448 / largest
-        wrong[:, column] = torch.tensor([ratio < 0.999, is_sum, ratio > 1.001 and not is_sum])
+        maxima = torch.stack([rows.abs().max() for rows in w.chunk(world)])
+        ratio, of_sum = float(found) * 448 / maxima.max(), float(found) * 448 / maxima.sum()
+        wrong[:, column] = torch.tensor([ratio < 0.999, ratio > 1.001, ratio > 1.001 and abs(of_sum - 1) < 0.001])
     dist.all_reduce(wrong, dist.ReduceOp.MAX)                   # on any rank
-    small, sums, large = wrong.sum(1).int().tolist()
+    small, large, sums = wrong.sum(1).int().tolist()
     return {
         "collectives": len(trace.collectives),
         "scales that are too small": small,
         "scales that are sums over ranks": sums,
-        "scales that are too large": large,
+        "scales that are too large": large - sums,
     }
 
 
@@ -765,9 +721,7 @@ def find_scales(parameters):
 
 # %% tags=["right"] turn=2
 def find_scales(parameters):                                    # divide first
-    scales = torch.zeros(len(parameters), device=device)
-    for number, p in enumerate(parameters):
-        scales[number] = p.to_local().inner.abs().max() / 448
+    scales = torch.stack([p.to_local().inner.abs().max() / 448 for p in parameters])
     dist.all_reduce(scales, dist.ReduceOp.MAX)
     return list(scales)
 
@@ -791,8 +745,7 @@ def find_scales(parameters):
 # %% tags=["wrong"] turn=2 says="reduce it once"
 def find_scales(parameters):                                    # one for each
     largest = [p.to_local().inner.abs().max() for p in parameters]
-    for one in largest:
-        dist.all_reduce(one, dist.ReduceOp.MAX)
+    [dist.all_reduce(one, dist.ReduceOp.MAX) for one in largest]
     return [one / 448 for one in largest]
 
 # %% tags=["wrong"] turn=2 says="Weights overflow"
@@ -820,7 +773,7 @@ def find_scales(parameters):                                    # one for the mo
 #
 # | you want | torchao |
 # |:--|:--|
-# | frozen 4-bit weights under FSDP2 | [`to_nf4`](https://github.com/pytorch/ao/pull/4256) from `torchao.quantization`, as in torchtune's QLoRA ([issue 1029](https://github.com/meta-pytorch/torchtune/issues/1029)); its product keeps the codes for backward, not the weight ([pull 118](https://github.com/pytorch/ao/pull/118)) |
+# | frozen 4-bit weights under FSDP2 | [`to_nf4`](https://github.com/pytorch/ao/pull/4256) from `torchao.quantization`, as in torchtune's QLoRA ([issue 1029](https://github.com/meta-pytorch/torchtune/issues/1029)); it keeps the codes for backward, not the weight ([pull 118](https://github.com/pytorch/ao/pull/118)) |
 # | float8 gathers and products | [`convert_to_float8_training`](https://docs.pytorch.org/ao/stable/api_ref_float8.html), before `fully_shard`, with `Float8LinearConfig(enable_fsdp_float8_all_gather=True)` |
 # | turn 2's single all-reduce | [`precompute_float8_dynamic_scale_for_fsdp(model)`](https://docs.pytorch.org/ao/stable/generated/torchao.float8.precompute_float8_dynamic_scale_for_fsdp.html) after each `optimizer.step()` |
 #
@@ -835,14 +788,13 @@ def find_scales(parameters):                                    # one for the mo
 # | float8: a poor loss, or ranks differ on the same batch | a scale for each rank | all-reduce it, with MAX |
 # | `must return all-gather inputs with the padded sharded size`, or a hang | a hook without padding, or `Int8` | pad; one scale for the weight |
 # | `Expected out tensor to have dtype`, or gathers of 2 bytes again | `load_state_dict(assign=True)` or `to_empty` replaced the `Float8` shards by plain ones | load without `assign`; make `Float8` of weights that are on their device |
-# | `Unsupported global` in `dcp.load` | the shards were saved as `Float8` | `torch.serialization.safe_globals([Float8])`, or `save_distributed` |
 # | memory as with bf16 weights | decoded weights stay: in autograd, in a cache, or as the hook's tuple was empty | activation checkpointing; no cache; name in the tuple what the hook made |
 # | no faster | all-gathers were hidden, or coding costs more than it saves | measure first how long the GPU waits for all-gathers |
 #
 # ## The rule
 #
-# Frozen weights: 4 bits in blocks, as plain `uint8` parameters, each block checkpointed. Trained weights: float32
-# shards; 8 bits on the wire only if the GPU waits for all-gathers and a timed step is faster: int8 in blocks, or
-# float8 with one scale from all ranks where products are in float8, too.
+# Frozen weights: 4 bits in blocks, as plain `uint8` parameters, layers checkpointed. Trained weights: float32
+# shards; 8 bits on the wire only if the GPU waits for all-gathers and a timed step is faster: int8 in blocks,
+# or float8 with one scale from all ranks where products are in float8, too.
 #
 # [← lesson 21](21_long_sequences.ipynb)
