@@ -494,16 +494,16 @@ Table(
 )
 
 # %% [markdown]
-# `Float8` breaks even at 3350 / 23 = 146 GB/s, `Int8` at 223: **between hosts both gain; within an NVLink
-# host both lose, unless their decoding is compiled.** Coding the shard and all-reduces of scales are not
-# counted. [QSDP](https://arxiv.org/abs/2302.02390) quantized weights and gradients of GPT models of up to 1.3
-# billion parameters on several hosts: the same accuracy, up to 2.2 times as fast. A user with 64 GPUs saw no
-# clear gain from gathers ([issue 653](https://github.com/pytorch/torchtitan/issues/653)).
+# `Float8` breaks even at 3350 / 23 = 146 GB/s, `Int8` at 223: **between hosts (50 GB/s) both gain; within an
+# NVLink host both lose, unless their decoding is compiled.** Coding the shard and all-reduces of scales are
+# not counted. [QSDP](https://arxiv.org/abs/2302.02390) quantized weights and gradients of GPT models of up to
+# 1.3 billion parameters on several hosts: the same accuracy, up to 2.2 times as fast. A user with 64 GPUs saw
+# no clear gain from gathers ([issue 653](https://github.com/pytorch/torchtitan/issues/653)).
 #
-# Float8 gains more in products, "typically 80%" ([issue
-# 687](https://github.com/pytorch/torchtitan/issues/687)). With 8,192 by 8,192 weights a forward product and
-# its casts ran 0.71, 0.98 and 1.53 times as fast as in bf16, for 1,024, 4,096 and 16,384 tokens on a rank
-# (H200, torch 2.11, one run).
+# Most of float8's gain is in products, "typically 80%" ([issue
+# 687](https://github.com/pytorch/torchtitan/issues/687)): torchao's read the gathered codes, where this
+# lesson's `Float8` decodes. With 8,192 by 8,192 weights a forward product and its casts ran 0.71, 0.98 and
+# 1.53 times as fast as in bf16, for 1,024, 4,096 and 16,384 tokens on a rank (H200, torch 2.11, one run).
 #
 # ### Two hooks of a weight
 #
