@@ -10,9 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_utils import load_distributed, record_collectives, save_distributed
+from fsdp_utils.lessons import recorded
 from tests.on_ranks import on_ranks
 from tools import build_lessons
 
@@ -22,11 +24,11 @@ from tools import build_lessons
 def lesson() -> ModuleType:
     """Return a module with the classes of the script and of the lesson's cell about 8 bits."""
     (script,) = re.findall(r"^# def pack\(.*?(?=^# for bits)", SOURCE, re.MULTILINE | re.DOTALL)
-    (cell,) = re.findall(r"^aten, E4M3 =.*?(?=^# %%)", SOURCE, re.MULTILINE | re.DOTALL)
+    (cells,) = re.findall(r"^aten, E4M3 =.*?(?=^# %% \[markdown)", SOURCE, re.MULTILINE | re.DOTALL)
     imports = "import math, torch\nimport torch.distributed as dist\nfrom torch import nn\n"
     imports += "from torch.utils._pytree import tree_map_only\n"
     module = sys.modules["lesson_22"] = ModuleType("lesson_22")
-    exec(imports + re.sub(r"^# ?", "", script, flags=re.MULTILINE) + cell, module.__dict__)
+    exec(imports + re.sub(r"^# ?", "", script, flags=re.MULTILINE) + cells, module.__dict__)
     return module
 
 
@@ -36,16 +38,49 @@ def sharded(weight: torch.Tensor) -> nn.Linear:
     return fully_shard(layer)
 
 
-def test_autograd_keeps_the_decoded_weight_of_a_layer_until_backward() -> None:
-    module, kept = lesson(), []
+def test_autograd_keeps_the_decoded_weight_of_a_layer_unless_it_is_checkpointed() -> None:
+    module = lesson()
     layer = module.Layer(*module.pack(torch.randn(256, 256))).bfloat16()
-    with saved_tensors_hooks(lambda t: kept.append(t.shape), lambda _: torch.empty(0)):
-        layer(torch.ones(2, 256, dtype=torch.bfloat16, requires_grad=True))
-    assert (256, 256) in kept
-    kept.clear()
-    with saved_tensors_hooks(lambda t: kept.append(t.shape), lambda _: torch.empty(0)):
-        layer(torch.ones(2, 256, dtype=torch.bfloat16))
-    assert (256, 256) not in kept
+
+    def kept(layer: nn.Module, *, requires_grad: bool) -> int:
+        """Return the bytes of decoded weights that are kept for backward."""
+        found: list[torch.Tensor] = []
+        x = torch.ones(2, 256, dtype=torch.bfloat16, requires_grad=requires_grad)
+        with saved_tensors_hooks(found.append, lambda _: torch.empty(0)):
+            layer(x)
+        return sum(t.nbytes for t in found if t.shape == (256, 256))
+
+    assert kept(layer, requires_grad=True) == 128 * 1024
+    assert kept(layer, requires_grad=False) == 0
+    assert kept(checkpoint_wrapper(layer), requires_grad=True) == 0
+
+
+def test_a_float8_product_and_its_casts_are_as_fast_as_the_lesson_says() -> None:
+    found = {row["setting"]: row.get("tflop_s") for row in recorded.load("costs")["results"]["rows"]}
+    ratios = [found[f"float8, {rows} rows"] / found[f"bf16, {rows} rows"] for rows in (1024, 4096, 16384)]
+    assert "{:.2f}, {:.2f} and {:.2f} times as fast".format(*ratios) in SOURCE.replace("\n# ", " ")
+
+
+@on_ranks()
+def test_a_gather_changes_no_bit_pattern_of_bf16() -> None:
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(256, 256)
+    for dtype in (None, torch.bfloat16):
+        layer = nn.Linear(256, 256, bias=False, device="meta", dtype=torch.bfloat16)
+        layer.weight = nn.Parameter(patterns.view(torch.bfloat16).clone(), requires_grad=False)
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(dtype)).unshard()
+        assert layer.weight.view(torch.int16).equal(patterns)
+
+
+@on_ranks()
+def test_a_shard_that_is_no_hooked_one_any_more_is_gathered_in_float32_without_an_error() -> None:
+    weight = torch.randn(64, 64)
+    for name in ("aten.new_zeros.default", "aten.slice.Tensor"):
+        module = lesson()
+        module.KEEP.remove(*[operation for operation in module.KEEP if str(operation) == name])
+        layer = sharded(module.Float8(weight.clone()))
+        with record_collectives(layer) as trace:
+            layer(torch.ones(1, 64))
+        assert trace.bytes_by_kind() == {"all_gather": 4 * weight.numel()}
 
 
 @on_ranks()
