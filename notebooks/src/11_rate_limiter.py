@@ -4,8 +4,8 @@
 # Why did FSDP1 need a rate limiter, and why does `fully_shard` (FSDP2) have none? **A CPU that runs ahead of
 # the GPU makes FSDP1 allocate the parameters of many layers at once, so FSDP1 makes the CPU wait
 # (`limit_all_gathers=True`, its default). FSDP2 makes the GPU's all-gathers wait instead and reuses the same
-# memory, however far ahead the CPU is. So a pause of the CPU does not stop the GPU, and no all-gather needs a
-# limit from you.**
+# memory, however far ahead the CPU is. So no all-gather needs a limit from you, and the GPU goes on when
+# the CPU pauses.**
 #
 # Read on if you port a config with `limit_all_gathers`, or see `FullyShardedDataParallel.rate_limiter` in a profile.
 
@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from fsdp_utils.lessons import lesson, plots
 
 units, done = range(6), [1.3, 2.3, 3.3, 4.3, 5.3, 6.3]          # done: when the GPU has computed each unit
-begun, ahead = [end - 1 for end in done], [0, 0.1, 0.2, 0.3, 0.4, 3.1]
+begun, ahead = [end - 1 for end in done], [0, 0.1, 0.2, 0.3, 0.4, 3.18]
 early, buffered, late = [0, 0.3, 0.6, 0.9, 1.2, 3.1], [0, 0.3, 0.6, *begun[1:4]], [0, 0.3, 0.6, 1.3, 2.3, 5.9]
 end_late = [*done[:5], 7.2]
 ways = {  # memory; its bars: row, unit, start, end; all-gathers; ends; requests; pause; waits: row, start, end, cause
@@ -24,7 +24,7 @@ ways = {  # memory; its bars: row, unit, start, end; all-gathers; ends; requests
     ),
     "FSDP1: three blocks": (
         [f"block {n}" for n in range(3)], [*zip([0, 1, 2] * 2, units, late, end_late)], late, end_late,
-        [0, 0.1, 0.2, *late[3:]], 3.3, [(0, 0.35, 1.3, 2), (0, 1.4, 2.3, 2), (0, 2.4, 3.3, 2)],
+        [0, 0.1, 0.2, 1.36, 2.36, 5.98], 3.3, [(0, 0.35, 1.3, 2), (0, 1.43, 2.3, 2), (0, 2.43, 3.3, 2)],
     ),
     "FSDP2: three blocks": (
         ["buffer 0", "buffer 1", "parameters"],
@@ -60,16 +60,16 @@ for axes, (title, (memory, held, gathers, ends, requests, pause, waits)) in zip(
 legend = {
     "the CPU requests an all-gather": request,
     "wait; the arrow comes from what ends it": waiting[0],
-    "block is taken; colored: a unit is in it": Patch(color=plots.FAINT),
+    "block is taken; coloured: a unit is in it": Patch(color=plots.FAINT),
 }
 fig.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, frameon=False)
 plots.show(fig, alt="A pause of the CPU stops the GPU under FSDP1 with its limiter, not without it, and not under FSDP2.")
 
 # %% [markdown]
-# A drawing of one forward pass of six **units**, layers whose parameters FSDP gathers together. A **block** is
-# GPU memory for one unit. FSDP1's CPU may be three units ahead, so the GPU runs out of work when the CPU pauses.
-# FSDP2 gathers into a **buffer** and copies the parameters out of it (not drawn); its *all-gathers* wait until
-# a buffer was copied, and the CPU goes on.
+# A drawing of a forward pass of six **units**, layers whose parameters FSDP gathers together; a **block** is GPU
+# memory for one unit. Before unit 5 the CPU pauses for 2.6. FSDP1's limiter has kept it close to the GPU, which runs
+# out of work. FSDP2 gathers into a **buffer** and copies the parameters out of it (not drawn); only its
+# *all-gathers* wait, until a buffer was copied.
 
 # %% tags=["card"]
 lesson.card(
@@ -82,7 +82,7 @@ lesson.card(
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py` (with one process FSDP1 shards nothing). It
+# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py` (on two or more ranks). It
 # counts how often the CPU waits for the GPU in each of three steps; such a wait calls `Event.synchronize`.
 #
 # ```python
@@ -98,7 +98,7 @@ lesson.card(
 #     torch.cuda.set_device(device)
 # torch.set_default_device(device)
 # mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-# rows, width = (4096, 4096) if device.type == "cuda" else (32, 256)  # enough work that a CPU runs ahead of its GPU
+# rows, width = (4096, 4096) if device.type == "cuda" else (32, 256)  # a GPU gets more work
 # Event, waits = getattr(torch, device.type).Event, []
 #
 #
@@ -142,15 +142,14 @@ lesson.card(
 # ```
 #
 # Eight units make sixteen all-gathers in a step, and each wait gives the memory of one unit back. In the first step
-# FSDP1 gathers 16 times and waits 13 times, so up to 16 - 13 = 3 units hold memory; later it waits before each
-# all-gather, and three it stays. On a CPU the waits end at once: the output shows who waits, not for how long.
+# FSDP1 waits 13 times, so up to 16 - 13 = 3 units hold memory; then it waits before each all-gather, and three it
+# stays. On a CPU the waits end at once: the output shows who waits, not for how long.
 #
 # On GPUs the script also prints two peaks of memory; we have not run that part. Both fall when Python frees a
 # tensor, except for FSDP1's parameters: `record_stream` (next section) keeps them `active` until the GPU has
-# finished with them. A user of FSDP1 whose memory was almost full (7B parameters, 16 A100)
+# finished with them. A user of FSDP1 whose memory ran out (7B parameters, 16 A100)
 # [measured](https://github.com/pytorch/pytorch/issues/104509) 7.3 s a step without the limiter and 46 **retries**,
-# in which PyTorch stops to give cached memory back; with it 5.0 s and none. Another 7B model of that user had no
-# retries without the limiter either.
+# in which PyTorch stops to give cached memory back; with it 5.0 s and none. A LLaMA of 7B had none without it.
 #
 # ## Why FSDP1's blocks do not come back
 #
@@ -162,24 +161,23 @@ lesson.card(
 # works in order. The allocator does not know that *another* stream still reads the block. FSDP1 allocates a
 # unit's parameters on the stream of all-gathers and uses them on the stream of computation, so on freeing them it
 # calls `record_stream`: the allocator holds the block back until the GPU has passed that use. A CPU that is ahead
-# gets another block for the next all-gather, at worst for each of the 32 layers of Llama 3 8B: 13 GiB in bf16. The
-# limiter makes the CPU wait until an old block is back.
+# gets another block for the next all-gather, at worst for each of the 32 layers of Llama 3 8B: 13 GiB in bf16.
 #
 # FSDP2 gathers into a buffer, and the stream of computation copies the parameters into memory of that stream.
 # Only the buffer crosses streams. Before FSDP2 drops a buffer, it makes the *streams* that fill buffers wait for the
 # copy, and the CPU goes on. So a later all-gather may get the buffer at once, before the GPU has run the copy.
-# Memory depends on the order of the calls alone. The price is a copy of each unit. The number of blocks is no
-# price in training: three in forward, as under FSDP1, and two in backward, where FSDP1 takes three.
+# Memory depends on the order of the calls alone. The price is a copy of each unit, not more blocks: in training
+# FSDP1 takes three, too (below).
 #
-# Could FSDP1's streams wait, too? Yes, but for a unit's whole computation in place of a copy.
-# PyTorch [tried it](https://github.com/pytorch/pytorch/pull/106705).
+# FSDP1's streams could wait as well, for a unit's computation in place of a copy. That was
+# [proposed](https://github.com/pytorch/pytorch/pull/108234) in 2023; the CPU still waits in torch 2.13.
 #
 # ## What the wait costs
 #
-# The next cell simulates a forward pass of 32 units; time is counted in computations of one unit. For each unit the
-# CPU works 0.2. All-gathers take 0.5 each (alike), 0.2 and 1.6 in turn, or either at random (mean of 200 draws).
-# Last the CPU pauses once in the middle, with all-gathers of 0.5. Each `lost` is the time over a pass without
-# limit and pause. FSDP2's copies are left out.
+# The next cell simulates a forward pass of 32 units, in computations of one unit. All-gathers take 0.5 each (alike),
+# 0.2 and 1.6 in turn, or either at random (mean of 200 draws); the CPU works 0.2 for each unit. In the last two
+# columns they are alike, and the CPU pauses once in the middle. **Lost** is the time over a pass without limit
+# and pause. FSDP2's copies are left out.
 
 # %% tags=["replay"]
 import random
@@ -227,18 +225,17 @@ head = ["", "units in memory", "lost: alike", "in turn", "at random", "pause of 
 Table(head, rows)
 
 # %% [markdown]
-# **FSDP2 holds as little as FSDP1 with a limit of three and loses as little to uneven all-gathers, but its CPU may
-# pause as long as without a limit.** FSDP1's first forward has a limit of two, later passes three (below). PyTorch
-# chose two [by trial](https://github.com/pytorch/pytorch/pull/83917); its documentation suggests `False` for "CPU-bound
-# workloads with low memory pressure": the row "no limit".
+# **FSDP2 holds as little as a limit of three and loses no more to uneven all-gathers, but its CPU may pause as
+# long as without a limit.** FSDP1's limit is two in the first forward pass, later three (below). Torch's
+# documentation suggests `limit_all_gathers=False` for "CPU-bound workloads with low memory pressure": the third row
+# loses nothing, but holds 27 units.
 #
 # ## FSDP1's queue
 #
 # After FSDP1 has freed a unit, it puts an **event** into a queue, a mark on the stream of computation that is
 # reached when the GPU has finished all work before it. Before an all-gather it waits for an event of the queue.
 # The next cell trains six units for two steps. `units_in_memory`, from the folded cell, counts the units gathered,
-# less those that the CPU has waited for. (It works because this model's root has no parameters: FSDP1 also asks
-# the queue for a unit that is still there.)
+# less those that the CPU has waited for.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -288,7 +285,10 @@ class Watched:
 
 
 def units_in_memory(queue, steps=1):
-    """Train six units under FSDP1 with this queue, or its own; count after each all-gather."""
+    """Train six units under FSDP1 with this queue, or its own; count after each all-gather.
+
+    The root has no parameters: FSDP1 asks the queue for a unit that is still gathered, too, which would count here.
+    """
     torch.manual_seed(0)
     layers = [FSDP(nn.Linear(32, 32).to(device), device_id=device) for _ in range(6)]
     model = FSDP(nn.Sequential(*layers), device_id=device)
@@ -307,17 +307,16 @@ if dist.get_rank() == 0:
         print(f"step {step}: units that may hold memory in forward {forward}, in backward {backward}")
 
 # %% [markdown]
-# Torch's documentation promises "only *two* consecutive FSDP instances". That holds in the first forward pass,
-# which leaves two events in the queue. In backward FSDP1 by default gathers the next unit before it frees the
-# present one, so one all-gather goes without a wait: three units, three events left, and so it stays. A root with
-# parameters of its own comes on top of both numbers, as FSDP1 keeps it from forward to backward.
+# The documentation's "only *two* consecutive FSDP instances" holds in the first forward pass,
+# which leaves two events in the queue. In backward FSDP1 gathers the next unit before it frees the present one, so
+# one all-gather goes without a wait: three units, three events left. A root with parameters of its own comes on top,
+# as FSDP1 keeps it from forward to backward.
 #
 # ## Your turn 1 · Write the limiter
 #
-# Write the queue. FSDP1 calls `enqueue(event)` after it has freed a unit and `dequeue_if_needed()` before each
-# all-gather. It waits for the event that comes back; with `None` it goes on at once. In the first forward
-# pass `limit` units should hold memory, no more and no fewer. With a limit of two, the second forward pass may
-# hold three, as under FSDP1's own queue.
+# FSDP1 calls `enqueue(event)` after it has freed a unit and `dequeue_if_needed()` before each all-gather. It waits
+# for the event that comes back; with `None` it goes on at once. In the first forward pass exactly `limit` units
+# should hold memory. With a limit of two, the second forward pass may hold three, as under FSDP1's own queue.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -669,13 +668,13 @@ def fsdp2_forward(gpu):
 # | you see | cause | cure |
 # |:--|:--|:--|
 # | `FullyShardedDataParallel.rate_limiter` takes long in a profile of FSDP1 | the CPU waits for memory | nothing while the GPU is busy; else the rule below |
-# | FSDP1's reserved memory or `num_alloc_retries` is high | `limit_all_gathers=False`; `SHARD_GRAD_OP`, which keeps parameters until backward; or something else | set `limit_all_gathers=True`; `FULL_SHARD`, which frees after forward; if you have both: [lesson 5](05_maximising_throughput.ipynb) |
+# | FSDP1's reserved memory or `num_alloc_retries` is high | `limit_all_gathers=False`; `SHARD_GRAD_OP`, which keeps parameters until backward; or other tensors | set `limit_all_gathers=True`; `FULL_SHARD`, which frees after forward; if you have both: [lesson 5](05_maximising_throughput.ipynb) |
 # | FSDP2 holds the memory of more than three units | normal in backward: two of parameters, and gradients. Else a large root unit, `reshard_after_forward=False` or a long prefetch list | `fully_shard` embedding and head; `reshard_after_forward=True`; a shorter list ([lesson 4](04_backward_prefetch.ipynb)) |
-# | FSDP2 with tensor parallelism takes more than FSDP1 did | NCCL's asynchronous collectives called `record_stream`, too ([torchtitan 735](https://github.com/pytorch/torchtitan/issues/735)) | `TORCH_NCCL_AVOID_RECORD_STREAMS=1`; not needed with a torch that has [this change](https://github.com/pytorch/pytorch/pull/150398) of April 2025 |
+# | FSDP2 with tensor parallelism takes more than FSDP1 did | NCCL's asynchronous collectives called `record_stream`, too ([torchtitan 735](https://github.com/pytorch/torchtitan/issues/735)) | `TORCH_NCCL_AVOID_RECORD_STREAMS=1`; not needed after torch 2.7 ([the change](https://github.com/pytorch/pytorch/pull/150398)) |
 #
 # ## The rule
 #
-# FSDP2: all-gathers need no limit; their memory does not depend on how far ahead the CPU is. FSDP1: leave
-# `limit_all_gathers=True`; try `False` only if the GPU idles after the waits and memory is left.
+# FSDP2: all-gathers need no limit. FSDP1: leave `limit_all_gathers=True`; try `False` only if the GPU idles after
+# the waits and memory is left.
 #
 # [← lesson 10](10_end_to_end.ipynb) · [lesson 12 →](12_a_model_too_big_for_one_rank.ipynb)
