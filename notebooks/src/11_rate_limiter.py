@@ -76,7 +76,7 @@ lesson.card(
     11,
     learn="what the CPU runs ahead of, and what `limit_all_gathers` and FSDP2 do about it",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 10, 13),
+    minutes=(1, 11, 11),
 )
 
 # %% [markdown]
@@ -219,14 +219,15 @@ for name, limit in {"FSDP1, limit 2": 2, "FSDP1, limit 3": 3, "FSDP1, no limit":
     uneven = [sum(lost(limit, gathers, fsdp2=two) for gathers in some) / len(some) for some in ([in_turn], draws)]
     losses = [lost(limit, alike, fsdp2=two), *uneven, lost(limit, alike, 3.0, two)]
     hidden = max(step / 10 for step in range(200) if lost(limit, alike, step / 10, two) < 1e-9)
-    units = 3 if two else simulate(limit, alike)[0]
-    rows.append([name, units, *[f"{abs(loss):.1f}" for loss in losses], f"{hidden:.1f}"])
-head = ["", "units in memory", "lost: alike", "in turn", "at random", "pause of 3", "longest pause without loss"]
+    units = 3 if two else simulate(limit, alike)[0]             # FSDP2: two buffers and the parameters
+    rows.append([name, units, *[abs(round(loss, 1)) for loss in losses], hidden])
+lost_if = [f"lost: {when}" for when in ("alike", "in turn", "at random", "pause of 3")]
+head = ["", "units in memory", *lost_if, "longest pause without loss"]
 Table(head, rows)
 
 # %% [markdown]
 # **FSDP2 holds as little as a limit of three and loses no more to uneven all-gathers, but its CPU may pause as
-# long as without a limit.** FSDP1's limit is two in the first forward pass, later three (below). Torch's
+# long as without a limit (12.8 is its lead in the middle).** FSDP1's limit is two in the first forward pass, later three (below). Torch's
 # documentation suggests `limit_all_gathers=False` for "CPU-bound workloads with low memory pressure": the third row
 # loses nothing, but holds 27 units.
 #
