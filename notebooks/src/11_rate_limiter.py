@@ -63,7 +63,7 @@ legend = {
     "block is taken; coloured: a unit is in it": Patch(color=plots.FAINT),
 }
 fig.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, frameon=False)
-plots.show(fig, alt="A pause of the CPU stops the GPU under FSDP1 with its limiter, not without it, and not under FSDP2.")
+plots.show(fig, alt="A pause of the CPU stops the GPU under FSDP1 with its limiter, but not under FSDP2.")
 
 # %% [markdown]
 # A drawing of a forward pass of six **units**, layers whose parameters FSDP gathers together; a **block** is GPU
@@ -82,8 +82,8 @@ lesson.card(
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py` (on two or more ranks). It
-# counts how often the CPU waits for the GPU in each of three steps; such a wait calls `Event.synchronize`.
+# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py` (two ranks or more). It counts how often the CPU
+# waits for the GPU in each of three steps; such a wait calls `Event.synchronize`.
 #
 # ```python
 # import torch
@@ -99,11 +99,11 @@ lesson.card(
 # torch.set_default_device(device)
 # mesh = init_device_mesh(device.type, (dist.get_world_size(),))
 # rows, width = (4096, 4096) if device.type == "cuda" else (32, 256)  # a GPU gets more work
-# Event, waits = getattr(torch, device.type).Event, []
+# Event, waits = getattr(torch, device.type).Event, [0]
 #
 #
 # def wait(event, synchronize=Event.synchronize):
-#     waits.append(event)
+#     waits[-1] += 1
 #     synchronize(event)
 #
 #
@@ -118,16 +118,15 @@ lesson.card(
 #     model = shard(nn.Sequential(*[shard(nn.Linear(width, width)) for _ in range(8)]))
 #     optimizer = torch.optim.AdamW(model.parameters())
 #     torch.manual_seed(1 + dist.get_rank())                        # other samples on each rank
-#     counts = []
+#     waits.clear()
 #     for step in range(3):
-#         waits.clear()
+#         waits.append(0)
 #         if device.type == "cuda":
 #             torch.cuda.reset_peak_memory_stats()
 #         model(torch.randn(rows, width)).square().mean().backward()
-#         counts.append(len(waits))
 #         optimizer.step()
 #         optimizer.zero_grad()
-#     told = f"{name:17} waits of the CPU in each step: {counts}"
+#     told = f"{name:17} waits of the CPU in each step: {waits}"
 #     if device.type == "cuda":                                     # peaks in MiB
 #         stats = torch.cuda.memory_stats()
 #         told += "".join(f", {kind} {stats[kind + '_bytes.all.peak'] >> 20}" for kind in ("active", "allocated"))
@@ -227,9 +226,9 @@ Table(head, rows)
 
 # %% [markdown]
 # **FSDP2 holds as little as a limit of three and loses no more to uneven all-gathers, but its CPU may pause as
-# long as without a limit (12.8 is its lead in the middle).** FSDP1's limit is two in the first forward pass, later three (below). Torch's
-# documentation suggests `limit_all_gathers=False` for "CPU-bound workloads with low memory pressure": the third row
-# loses nothing, but holds 27 units.
+# long as without a limit (12.8 is its lead in the middle).** FSDP1's limit is two in the first forward pass, later
+# three (below). Torch's documentation suggests `limit_all_gathers=False` for "CPU-bound workloads with low memory
+# pressure": the third row loses nothing, but holds 27 units.
 #
 # ## FSDP1's queue
 #
@@ -308,10 +307,10 @@ if dist.get_rank() == 0:
         print(f"step {step}: units that may hold memory in forward {forward}, in backward {backward}")
 
 # %% [markdown]
-# The documentation's "only *two* consecutive FSDP instances" holds in the first forward pass,
-# which leaves two events in the queue. In backward FSDP1 gathers the next unit before it frees the present one, so
-# one all-gather goes without a wait: three units, three events left. A root with parameters of its own comes on top,
-# as FSDP1 keeps it from forward to backward.
+# The documentation's "only *two* consecutive FSDP instances" holds in the first forward pass, which leaves two
+# events in the queue. In backward FSDP1 gathers the next unit before it frees the present one, so one all-gather
+# goes without a wait: three units, three events left. A root with parameters of its own comes on top, as FSDP1 keeps
+# it from forward to backward.
 #
 # ## Your turn 1 · Write the limiter
 #
