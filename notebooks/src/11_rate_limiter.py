@@ -4,75 +4,86 @@
 # Why did FSDP1 need a rate limiter, and why does `fully_shard` (FSDP2) have none? **A CPU that runs ahead of
 # the GPU makes FSDP1 allocate the parameters of many layers at once, so FSDP1 makes the CPU wait
 # (`limit_all_gathers=True`, its default). FSDP2 makes the GPU's all-gathers wait instead and reuses the same
-# memory, however far ahead the CPU is. So under FSDP2 there is nothing for you to set.**
+# memory, however far ahead the CPU is. So no all-gather needs a limit from you, and the GPU goes on when
+# the CPU pauses.**
 #
 # Read on if you port a config with `limit_all_gathers`, or see `FullyShardedDataParallel.rate_limiter` in a profile.
 
 # %% jupyter={"source_hidden": true}
+from matplotlib.patches import Patch
+
 from fsdp_utils.lessons import lesson, plots
 
-units, done = range(5), [1.3, 2.3, 3.3, 4.3, 5.3]               # done: when the GPU has computed each unit
-begun, early = [end - 1 for end in done], [0.0, 0.3, 0.6, 0.9, 1.2]
-two, late, later = [0, 1, 0, 1, 0], [0, 0.3, *done[:3]], [0, 0.3, 0.6, *begun[1:3]]
-ways = {  # memory; its bars: row, unit, start, end; starts of all-gathers; waits: row, start, end, row of what ends it
+units, done = range(6), [1.3, 2.3, 3.3, 4.3, 5.3, 6.3]          # done: when the GPU has computed each unit
+begun, ahead = [end - 1 for end in done], [0, 0.1, 0.2, 0.3, 0.4, 3.18]
+early, buffered, late = [0, 0.3, 0.6, 0.9, 1.2, 3.1], [0, 0.3, 0.6, *begun[1:4]], [0, 0.3, 0.6, 1.3, 2.3, 5.9]
+end_late = [*done[:5], 7.2]
+ways = {  # memory; its bars: row, unit, start, end; all-gathers; ends; requests; pause; waits: row, start, end, cause
     "FSDP1, no limiter: five blocks": (
-        [f"parameters {n}" for n in units], [*zip(units, units, early, done)], early, [],
+        [f"block {n}" for n in range(5)], [*zip([0, 1, 2, 3, 4, 0], units, early, done)], early, done, ahead, 0.5, [],
     ),
-    "FSDP1, first forward: two blocks": (
-        ["parameters 0", "parameters 1"], [*zip(two, units, late, done)], late,
-        [(0, 0.15, 1.3, 2), (0, 1.4, 2.3, 2), (0, 2.4, 3.3, 2)],
+    "FSDP1: three blocks": (
+        [f"block {n}" for n in range(3)], [*zip([0, 1, 2] * 2, units, late, end_late)], late, end_late,
+        [0, 0.1, 0.2, 1.36, 2.36, 5.98], 3.3, [(0, 0.35, 1.3, 2), (0, 1.43, 2.3, 2), (0, 2.43, 3.3, 2)],
     ),
-    "FSDP2, forward: three blocks": (
-        ["gather buffer 0", "gather buffer 1", "parameters"],
-        [*zip(two, units, later, begun), *zip([2] * 5, units, begun, done)], later,
-        [(1, 0.9, 1.3, 4), (1, 1.6, 2.3, 3)],
+    "FSDP2: three blocks": (
+        ["buffer 0", "buffer 1", "parameters"],
+        [*zip([0, 1] * 3, units, buffered, begun), *zip([2] * 6, units, begun, done)], buffered, done, ahead, 0.5,
+        [(1, 0.9, 1.3, 4), (1, 1.6, 2.3, 3), (1, 3.1, 3.3, 4)],
     ),
 }
-fig, axes_of = plots.figure(len(ways), width=10.6, height=2.9)
-for axes, (title, (memory, held, gathers, waits)) in zip(axes_of, ways.items()):
+fig, axes_of = plots.figure(len(ways), width=10.6, height=3.1)
+for axes, (title, (memory, held, gathers, ends, requests, pause, waits)) in zip(axes_of, ways.items()):
     for row in range(len(memory)):
         last = max(end for at, _, _, end in held if at == row)
         axes.barh(row + 3, last, height=0.9, color=plots.FAINT)
     bars = [(at + 3, unit, start, end) for at, unit, start, end in held]
-    bars += [(1, unit, start, start + 0.3) for unit, start in enumerate(gathers)] + [*zip([2] * 5, units, begun, done)]
+    bars += [(1, unit, start, start + 0.3) for unit, start in enumerate(gathers)]
+    bars += [(2, unit, end - 1, end) for unit, end in enumerate(ends)]
     for row, unit, start, end in bars:
         axes.barh(row, end - start, left=start, height=0.65, color=plots.RANK_COLORS[unit])
         axes.text((start + end) / 2, row, unit, ha="center", va="center", color=[plots.INK, "white"][unit == 0])
+    wait = {"height": 0.65, "color": "white", "edgecolor": plots.INK, "hatch": "////"}
     for row, start, end, cause in waits:
-        axes.barh(row, end - start, left=start, height=0.65, color="white", edgecolor=plots.INK, hatch="////")
+        waiting = axes.barh(row, end - start, left=start, **wait)
         arrow = {"arrowstyle": "->", "color": plots.INK, "shrinkA": 0, "shrinkB": 0}
         axes.annotate("", (end, row + 0.35), (end, cause - 0.1), arrowprops=arrow)
-    requests = [0, 0.1, *[end + 0.05 for end in done[:3]]] if gathers is late else [0.1 * n for n in units]
-    axes.plot(requests, [0] * 5, "|", color=plots.INK, markersize=11, markeredgewidth=1.5)
-    axes.text(requests[-1] + 0.2, 0, "the CPU waits" if gathers is late else "5 requests at once", va="center")
-    if gathers is later:
-        axes.text(2.8, 1, "all-gathers wait", va="center")
-    axes.set(title=title, ylim=(7.6, -0.6), xlim=(-0.1, 5.4), xlabel="time, in computations of one unit")
+    (request,) = axes.plot(requests, [0] * 6, "|", color=plots.INK, markersize=11, markeredgewidth=1.5)
+    axes.barh(0, 2.6, left=pause, height=0.65, color=plots.INK)
+    axes.text(pause + 1.3, 0, "pause", ha="center", va="center", color="white")
+    if gathers is late:
+        axes.text(5.75, 2, "hole", ha="center", va="center")
+    axes.set(title=title, ylim=(7.6, -0.6), xlim=(-0.1, 7.3), xlabel="time, in computations of one unit")
     axes.set_yticks(range(3 + len(memory)), ["CPU", "all-gathers", "computation", *memory])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-plots.show(fig, alt="One forward pass. FSDP1 takes five blocks, or two while its CPU waits; FSDP2 takes three.")
+legend = {
+    "the CPU requests an all-gather": request,
+    "wait; the arrow comes from what ends it": waiting[0],
+    "block is taken; coloured: a unit is in it": Patch(color=plots.FAINT),
+}
+fig.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, frameon=False)
+plots.show(fig, alt="A pause of the CPU stops the GPU under FSDP1 with its limiter, but not under FSDP2.")
 
 # %% [markdown]
-# A drawing of one forward pass of five **units**, layers whose parameters FSDP gathers together. A **block** is
-# GPU memory as large as a unit: grey while it is taken, coloured while a unit is in it. Stroke: the CPU requests
-# an all-gather. Hatched: a wait; the arrow comes from what ends it. FSDP1's CPU waits until a unit was *computed*.
-# FSDP2 gathers into a **buffer** and copies the parameters out of it (not drawn); its all-gathers wait until
-# a buffer was *copied*. All three end at the same time. In training FSDP1 takes three blocks, too (see below).
+# A drawing of a forward pass of six **units**, layers whose parameters FSDP gathers together; a **block** is GPU
+# memory for one unit. Before unit 5 the CPU pauses for 2.6. FSDP1's limiter has kept it close to the GPU, which runs
+# out of work. FSDP2 gathers into a **buffer** and copies the parameters out of it (not drawn); only its
+# *all-gathers* wait, until a buffer was copied.
 
 # %% tags=["card"]
 lesson.card(
     11,
     learn="what the CPU runs ahead of, and what `limit_all_gathers` and FSDP2 do about it",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 10, 13),
+    minutes=(1, 11, 11),
 )
 
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py` (with one process FSDP1 shards nothing). It
-# counts how often the CPU waits, by `Event.synchronize`, in the third step.
+# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py` (two ranks or more). It counts how often the CPU
+# waits for the GPU in each of three steps; such a wait calls `Event.synchronize`.
 #
 # ```python
 # import torch
@@ -86,12 +97,13 @@ lesson.card(
 # if device.type == "cuda":
 #     torch.cuda.set_device(device)
 # torch.set_default_device(device)
-# mesh, width = init_device_mesh(device.type, (dist.get_world_size(),)), 4096 if device.type == "cuda" else 256
-# Event, waits = getattr(torch, device.type).Event, []
+# mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+# rows, width = (4096, 4096) if device.type == "cuda" else (32, 256)  # a GPU gets more work
+# Event, waits = getattr(torch, device.type).Event, [0]
 #
 #
 # def wait(event, synchronize=Event.synchronize):
-#     waits.append(event)
+#     waits[-1] += 1
 #     synchronize(event)
 #
 #
@@ -106,14 +118,15 @@ lesson.card(
 #     model = shard(nn.Sequential(*[shard(nn.Linear(width, width)) for _ in range(8)]))
 #     optimizer = torch.optim.AdamW(model.parameters())
 #     torch.manual_seed(1 + dist.get_rank())                        # other samples on each rank
+#     waits.clear()
 #     for step in range(3):
-#         waits.clear()
+#         waits.append(0)
 #         if device.type == "cuda":
 #             torch.cuda.reset_peak_memory_stats()
-#         model(torch.randn(32, width)).square().mean().backward()
-#         told = f"{name:17} {len(waits):2} waits of the CPU"
+#         model(torch.randn(rows, width)).square().mean().backward()
 #         optimizer.step()
 #         optimizer.zero_grad()
+#     told = f"{name:17} waits of the CPU in each step: {waits}"
 #     if device.type == "cuda":                                     # peaks in MiB
 #         stats = torch.cuda.memory_stats()
 #         told += "".join(f", {kind} {stats[kind + '_bytes.all.peak'] >> 20}" for kind in ("active", "allocated"))
@@ -122,18 +135,20 @@ lesson.card(
 # dist.destroy_process_group()
 # ```
 # ```text
-# FSDP1             16 waits of the CPU
-# FSDP1, no limiter  0 waits of the CPU
-# FSDP2              0 waits of the CPU
+# FSDP1             waits of the CPU in each step: [13, 16, 16]
+# FSDP1, no limiter waits of the CPU in each step: [0, 0, 0]
+# FSDP2             waits of the CPU in each step: [0, 0, 0]
 # ```
 #
-# Eight units make sixteen all-gathers in a step. With its limiter FSDP1 waits before each (in the first step
-# before 13). On a CPU the waits end at once: the output shows who waits, not for how long.
+# Eight units make sixteen all-gathers in a step, and each wait gives the memory of one unit back. In the first step
+# FSDP1 waits 13 times, so up to 16 - 13 = 3 units hold memory; then it waits before each all-gather, and three it
+# stays. On a CPU the waits end at once: the output shows who waits, not for how long.
 #
-# On GPUs the script also prints two peaks of memory; we have not run that part. `allocated` falls when Python
-# frees a tensor, `active` only when the GPU has finished with it. A user of FSDP1 (7B parameters, 16 A100)
+# On GPUs the script also prints two peaks of memory; we have not run that part. Both fall when Python frees a
+# tensor, except for FSDP1's parameters: `record_stream` (next section) keeps them `active` until the GPU has
+# finished with them. A user of FSDP1 whose memory ran out (7B parameters, 16 A100)
 # [measured](https://github.com/pytorch/pytorch/issues/104509) 7.3 s a step without the limiter and 46 **retries**,
-# in which PyTorch stops to give cached memory back; with it 5.0 s and none.
+# in which PyTorch stops to give cached memory back; with it 5.0 s and none. A LLaMA of 7B had none without it.
 #
 # ## Why FSDP1's blocks do not come back
 #
@@ -145,66 +160,82 @@ lesson.card(
 # works in order. The allocator does not know that *another* stream still reads the block. FSDP1 allocates a
 # unit's parameters on the stream of all-gathers and uses them on the stream of computation, so on freeing them it
 # calls `record_stream`: the allocator holds the block back until the GPU has passed that use. A CPU that is ahead
-# gets another block for the next all-gather, at worst for each of the 32 layers of Llama 3 8B: 14 GB in bf16. The
-# limiter makes the CPU wait until an old block is back.
+# gets another block for the next all-gather, at worst for each of the 32 layers of Llama 3 8B: 13 GiB in bf16.
 #
 # FSDP2 gathers into a buffer, and the stream of computation copies the parameters into memory of that stream.
 # Only the buffer crosses streams. Before FSDP2 drops a buffer, it makes the *streams* that fill buffers wait for the
 # copy, and the CPU goes on. So a later all-gather may get the buffer at once, before the GPU has run the copy.
-# Memory depends on the order of the calls alone. The price is a copy of each unit and, in forward, a third block.
+# Memory depends on the order of the calls alone. The price is a copy of each unit, not more blocks: in training
+# FSDP1 takes three, too (below).
 #
-# ## A limit of two is enough
+# FSDP1's streams could wait as well, for a unit's computation in place of a copy. That was
+# [proposed](https://github.com/pytorch/pytorch/pull/108234) in 2023; the CPU still waits in torch 2.13.
 #
-# The next cell simulates a forward pass of 32 units under FSDP1. Time is counted in computations of one unit:
-# all-gathers take 0.1 to 2, the CPU's work for a unit 0.05 to 1. With a limit of `n`, the CPU requests a unit as
-# soon as the unit `n` before it has been computed, then issues its kernels: FSDP1's order in `_pre_forward`.
-# `before` is the share of the CPU's work that comes before the request instead.
+# ## What the wait costs
+#
+# The next cell simulates a forward pass of 32 units, in computations of one unit. All-gathers take 0.5 each (alike),
+# 0.2 and 1.6 in turn, or either at random (mean of 200 draws); the CPU works 0.2 for each unit. In the last two
+# columns they are alike, and the CPU pauses once in the middle. **Lost** is the time over a pass without limit
+# and pause. FSDP2's copies are left out.
 
 # %% tags=["replay"]
+import random
+
 from fsdp_utils.lessons.tables import Table
 
 
-def simulate(limit, gather, issue, before, units=32):
+def simulate(limit, gathers, pause=0.0, fsdp2=False):
     """Return the most units that hold memory at once, and the time of a forward pass."""
     cpu = gathered = 0.0
-    ends, most = [0.0], 0                                       # when the GPU is done with each unit
-    for unit in range(units):
+    starts, ends, most = [], [0.0], 0                           # of the computation of each unit
+    for unit, gather in enumerate(gathers):
+        cpu += pause * (unit == 16)
         if limit and unit >= limit:
-            cpu = max(cpu, ends[unit + 1 - limit])              # the limiter
-        cpu += before * issue
+            cpu = max(cpu, ends[unit + 1 - limit])              # FSDP1's limiter: the CPU waits
+        if fsdp2 and unit >= 2:
+            gathered = max(gathered, starts[unit - 2])          # FSDP2: all-gathers wait for the copy
         most = max(most, unit + 1 - sum(end <= cpu for end in ends[1:]))
         gathered = max(cpu, gathered) + gather                  # one all-gather after the other
-        start = max(cpu, gathered, ends[-1])
-        cpu += (1 - before) * issue                             # the CPU issues the unit's kernels
-        ends.append(max(start + 1.0, cpu))
+        starts.append(max(cpu, gathered, ends[-1]))
+        cpu += 0.2                                              # the CPU issues the unit's kernels
+        ends.append(max(starts[-1] + 1.0, cpu))
     return most, ends[-1]
 
 
-times = [(step / 20, issue) for step in range(2, 41) for issue in (0.05, 0.2, 0.5, 1.0)]
+draw = random.Random(0)
+alike, in_turn = [0.5] * 32, [0.2, 1.6] * 16
+draws = [[draw.choice((0.2, 1.6)) for _ in alike] for _ in range(200)]
+
+
+def lost(limit, gathers, pause=0.0, fsdp2=False):
+    """Return the time that a forward pass takes longer than without limit and pause."""
+    return simulate(limit, gathers, pause, fsdp2)[1] - simulate(None, gathers)[1]
+
+
 rows = []
-for limit in (1, 2, 3):
-    most, added = max(simulate(limit, *time, 0.0)[0] for time in times), []
-    for before in (0.0, 0.1):
-        slower = [simulate(limit, *time, before)[1] / simulate(None, *time, before)[1] - 1 for time in times]
-        added.append(f"{max(slower):.1%}")
-    rows.append([limit, most, *added])
-free = max(simulate(None, *time, 0.0)[0] for time in times)
-Table(["limit", "units in memory", "time added", "time added if before = 0.1"], rows, note=f"No limit: {free} units.")
+for name, limit in {"FSDP1, limit 2": 2, "FSDP1, limit 3": 3, "FSDP1, no limit": None, "FSDP2": None}.items():
+    two = name == "FSDP2"
+    uneven = [sum(lost(limit, gathers, fsdp2=two) for gathers in some) / len(some) for some in ([in_turn], draws)]
+    losses = [lost(limit, alike, fsdp2=two), *uneven, lost(limit, alike, 3.0, two)]
+    hidden = max(step / 10 for step in range(200) if lost(limit, alike, step / 10, two) < 1e-9)
+    units = 3 if two else simulate(limit, alike)[0]             # FSDP2: two buffers and the parameters
+    rows.append([name, units, *[abs(round(loss, 1)) for loss in losses], hidden])
+lost_if = [f"lost: {when}" for when in ("alike", "in turn", "at random", "pause of 3")]
+head = ["", "units in memory", *lost_if, "longest pause without loss"]
+Table(head, rows)
 
 # %% [markdown]
-# Each number is the largest over all times. With a limit of one, no all-gather runs beside a computation. With
-# two, the next all-gather runs beside each, and the limit costs nothing while the request comes first. If a tenth of
-# the CPU's work comes before it, a CPU as slow as the GPU makes a limit of two cost 4.5%: torch's documentation
-# suggests `False` for "CPU-bound workloads" alone. PyTorch chose two
-# [by trial](https://github.com/pytorch/pytorch/pull/83917).
+# **FSDP2 holds as little as a limit of three and loses no more to uneven all-gathers, but its CPU may pause as
+# long as without a limit (12.8 is its lead in the middle).** FSDP1's limit is two in the first forward pass, later
+# three (below). Torch's documentation suggests `limit_all_gathers=False` for "CPU-bound workloads with low memory
+# pressure": the third row loses nothing, but holds 27 units.
 #
 # ## FSDP1's queue
 #
 # After FSDP1 has freed a unit, it puts an **event** into a queue, a mark on the stream of computation that is
-# reached when the GPU has finished all work before it. Before each all-gather it may wait for an event of the queue
-# (`_unshard` in `torch/distributed/fsdp/_runtime_utils.py`). The next cell trains six units for two
-# steps. `units_in_memory`, from the folded cell, counts the units gathered, less those that the CPU has waited
-# for: after the third all-gather 3 - 1 = 2.
+# reached when the GPU has finished all work before it. Before an all-gather it waits for an event of the queue.
+# The next cell trains six units for two steps. `units_in_memory`, from the folded cell, counts the units gathered,
+# less those that the CPU has waited for.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -254,7 +285,10 @@ class Watched:
 
 
 def units_in_memory(queue, steps=1):
-    """Train six units under FSDP1 with this queue, or its own; count after each all-gather."""
+    """Train six units under FSDP1 with this queue, or its own; count after each all-gather.
+
+    The root has no parameters: FSDP1 asks the queue for a unit that is still gathered, too, which would count here.
+    """
     torch.manual_seed(0)
     layers = [FSDP(nn.Linear(32, 32).to(device), device_id=device) for _ in range(6)]
     model = FSDP(nn.Sequential(*layers), device_id=device)
@@ -273,18 +307,16 @@ if dist.get_rank() == 0:
         print(f"step {step}: units that may hold memory in forward {forward}, in backward {backward}")
 
 # %% [markdown]
-# Torch's documentation promises "only *two* consecutive FSDP instances". That holds in the first forward pass;
-# from the first backward on there are three, which cost no time in the table above. In backward FSDP1 by default
-# gathers the next unit before it frees the present one, so one all-gather goes without a wait, and no later wait
-# makes up for it. FSDP2 takes three in forward and two in backward, where it drops a buffer before it gathers the
-# next unit.
+# The documentation's "only *two* consecutive FSDP instances" holds in the first forward pass, which leaves two
+# events in the queue. In backward FSDP1 gathers the next unit before it frees the present one, so one all-gather
+# goes without a wait: three units, three events left. A root with parameters of its own comes on top, as FSDP1 keeps
+# it from forward to backward.
 #
 # ## Your turn 1 · Write the limiter
 #
-# Write the queue. FSDP1 calls `enqueue(event)` after it has freed a unit and `dequeue_if_needed()` before each
-# all-gather. It waits for the event that comes back; with `None` it goes on at once. In the first forward
-# pass `limit` units should hold memory, no more and no fewer. With a limit of two, the second forward pass may
-# hold three, as under FSDP1's own queue.
+# FSDP1 calls `enqueue(event)` after it has freed a unit and `dequeue_if_needed()` before each all-gather. It waits
+# for the event that comes back; with `None` it goes on at once. In the first forward pass exactly `limit` units
+# should hold memory. With a limit of two, the second forward pass may hold three, as under FSDP1's own queue.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -479,6 +511,8 @@ class Gpu:
         self.cpu, self.waits = max(self.cpu, self.is_event(event)), self.waits + 1
 
     def has_buffer(self, unit, call):
+        if unit not in range(8):
+            raise NotYet(f"`gpu.{call}({unit})`: there is no unit {unit}, only 0 to 7.")
         if unit not in self.held:
             raise NotYet(f"`gpu.{call}({unit})`: unit {unit} has no buffer. Gather first, compute, then free.")
         return self.held[unit]
@@ -614,6 +648,13 @@ def fsdp2_forward(gpu):
         gpu.free(unit)
         gpu.compute(unit)
 
+# %% tags=["wrong"] turn=2 says="there is no unit 8"
+def fsdp2_forward(gpu):
+    for unit in range(8):
+        gpu.gather(unit)
+        gpu.gathers_wait_for(gpu.compute(unit))
+        gpu.free(unit + 1 if unit == 7 else unit)
+
 # %% tags=["wrong"] turn=2 says="You wait for 0: expected an event"
 def fsdp2_forward(gpu):
     for unit in range(8):
@@ -627,13 +668,13 @@ def fsdp2_forward(gpu):
 # | you see | cause | cure |
 # |:--|:--|:--|
 # | `FullyShardedDataParallel.rate_limiter` takes long in a profile of FSDP1 | the CPU waits for memory | nothing while the GPU is busy; else the rule below |
-# | FSDP1's reserved memory or `num_alloc_retries` is high | `limit_all_gathers=False`; `SHARD_GRAD_OP`, which keeps parameters until backward; or something else | set `limit_all_gathers=True`; if it was on: [lesson 5](05_maximising_throughput.ipynb) |
-# | FSDP2 holds the memory of more than three units | normal in backward: two of parameters, and gradients. Else a large root unit, `reshard_after_forward=False` or a long prefetch list | smaller units; a shorter list ([lesson 4](04_backward_prefetch.ipynb)) |
-# | FSDP2 with tensor parallelism takes more than FSDP1 did | NCCL's asynchronous collectives called `record_stream`, too ([torchtitan 735](https://github.com/pytorch/torchtitan/issues/735)) | a torch with [this change](https://github.com/pytorch/pytorch/pull/148590) of 2025 |
+# | FSDP1's reserved memory or `num_alloc_retries` is high | `limit_all_gathers=False`; `SHARD_GRAD_OP`, which keeps parameters until backward; or other tensors | set `limit_all_gathers=True`; `FULL_SHARD`, which frees after forward; if you have both: [lesson 5](05_maximising_throughput.ipynb) |
+# | FSDP2 holds the memory of more than three units | normal in backward: two of parameters, and gradients. Else a large root unit, `reshard_after_forward=False` or a long prefetch list | `fully_shard` embedding and head; `reshard_after_forward=True`; a shorter list ([lesson 4](04_backward_prefetch.ipynb)) |
+# | FSDP2 with tensor parallelism takes more than FSDP1 did | NCCL's asynchronous collectives called `record_stream`, too ([torchtitan 735](https://github.com/pytorch/torchtitan/issues/735)) | `TORCH_NCCL_AVOID_RECORD_STREAMS=1`; not needed after torch 2.7 ([the change](https://github.com/pytorch/pytorch/pull/150398)) |
 #
 # ## The rule
 #
-# FSDP2: no limit to set; the memory of all-gathers does not depend on how far ahead the CPU is. FSDP1: leave
-# `limit_all_gathers=True`; try `False` only if the GPU idles after the waits and memory is left.
+# FSDP2: all-gathers need no limit. FSDP1: leave `limit_all_gathers=True`; try `False` only if the GPU idles after
+# the waits and memory is left.
 #
 # [← lesson 10](10_end_to_end.ipynb) · [lesson 12 →](12_a_model_too_big_for_one_rank.ipynb)
