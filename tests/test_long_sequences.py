@@ -130,7 +130,7 @@ def test_without_math_a_kernel_that_cannot_run_is_an_error() -> None:
 
 
 (CLASS,) = re.findall(r"^class WithLoss.*?(?=\n\n\n)", test_series.script(STEM)[0], re.MULTILINE | re.DOTALL)
-scope: dict[str, Any] = {"nn": nn, "F": F, "checkpoint": checkpoint}
+scope: dict[str, Any] = {"__name__": __name__, "nn": nn, "F": F, "checkpoint": checkpoint}
 exec(CLASS, scope)
 WithLoss: Any = scope["WithLoss"]
 
@@ -166,7 +166,8 @@ def test_a_llama_of_8_billion_needs_the_cut_beyond_98304_tokens(
     found = planned(tokens, pieces, checkpointing)
     assert int(found.peak_allocated_gib + 0.5) == gib
     assert found.fits == (gib < 70)
-    said = TEXT.partition("## When you need the cut")[2].partition("# ## ")[0]
+    said = TEXT.partition("# At a real size")[2].partition("# %%")[0]
+    said += TEXT.partition("## When you need the cut")[2].partition("# ## ")[0]
     assert re.search(rf"\b{gib}\b", said)
 
 
@@ -183,8 +184,32 @@ def test_the_loss_in_pieces_pays_where_a_rank_has_many_more_tokens_than_the_widt
 def test_what_the_cut_sends_is_calculated() -> None:
     """For Llama 3 8B: 8 heads of 128 for keys, and for values, in bf16; the weights of a block."""
     keys_and_values = 2 * 131072 * 8 * 128 * 2
+    assert keys_and_values == 2**29  # 0.5 GiB, of 8 of 32 heads
     weights = 2 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     assert [round(size * 7 / 8 / 2**20) for size in (keys_and_values, weights)] == [448, 364]
+
+
+class PyTorchsOwn(WithLoss):
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hidden, weight = self.model.model(ids).last_hidden_state.flatten(0, 1), self.model.lm_head.weight
+        options = nn.LinearCrossEntropyOptions()
+        return F.linear_cross_entropy(hidden, weight, targets.flatten(), reduction="sum", options=options)
+
+
+@on_ranks(2)
+def test_pytorchs_own_loss_in_the_roots_forward_gives_the_gradients_of_the_loss_in_pieces() -> None:
+    mesh, grads = init_device_mesh("cpu", (2,)), []
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    for kind, pieces in ((WithLoss, 1), (WithLoss, 4), (PyTorchsOwn, 1)):
+        torch.manual_seed(0)
+        model = fully_shard(kind(LlamaForCausalLM(config), pieces), mesh=mesh)
+        ids, targets = torch.randint(64, (2, 1, 32))
+        model(ids, targets).backward()
+        grads.append(model.model.lm_head.weight.grad.full_tensor())
+    assert grads[0].abs().max() > 0.1
+    for grad in grads[1:]:
+        torch.testing.assert_close(grad, grads[0], rtol=1e-3, atol=1e-4)
 
 
 def test_fully_shard_on_the_model_inside_is_an_error() -> None:

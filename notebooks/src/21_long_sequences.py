@@ -18,7 +18,7 @@ fig, (bars, axes) = plots.figure(2, width=9.6, height=2.9)
 bars.barh(list(KEPT), list(KEPT.values()), color=[plots.RANK_COLORS[0]] * 4 + [plots.RANK_COLORS[2]])
 for row, mib in enumerate(KEPT.values()):
     bars.text(mib + 2, row, f"{mib:.3g}", va="center")
-bars.set(title="MiB kept for backward", xlim=(0, 115), xticks=[], ylim=(4.6, -0.6))
+bars.set(title="MiB kept (960 tokens, 4 blocks)", xlim=(0, 115), xticks=[], ylim=(4.6, -0.6))
 for r, color in enumerate(plots.RANK_COLORS[:4]):
     axes.text(-0.1, r, f"rank {r}", ha="right", va="center")
     for place, name in (0, "q, k, v"), (2, "MLP"), (3, "loss"):
@@ -40,6 +40,9 @@ plots.show(fig, alt="Kept bytes fall from 92 to 0.41 MiB in four steps; the last
 # of the sequence. Nearly everything in a transformer treats each token by itself, so a rank computes it for
 # its own tokens. In attention a token looks at the keys and values of all tokens before it, which have to come
 # from the other ranks. The mask of a causal model hides later keys (grey).
+#
+# At a real size, Llama 3 8B with 32,768 tokens on each of eight H100s, `plan` predicts peaks of 258 GiB with fused
+# attention, 215 with the loss in pieces, 31 with checkpoints. Up to about 100,000 tokens no cut is needed.
 
 # %% tags=["card"]
 lesson.card(
@@ -53,8 +56,8 @@ lesson.card(
 # ## The script
 #
 # Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It trains a small Llama in four ways on
-# the same two sequences of 960 tokens, in float32. Rank 0 prints three numbers of the second step: the bytes
-# that autograd keeps for backward (parameters not counted), the loss, and the norm of all gradients.
+# the same two sequences. Rank 0 prints of the second step the bytes that autograd keeps for backward (parameters
+# not counted), the loss, and the norm of all gradients.
 #
 # ```python
 # import torch
@@ -139,8 +142,7 @@ lesson.card(
 #
 # All four train the same model. Scores took 56 MiB: 4 blocks x 4 heads x 960² pairs x 4
 # bytes. The loss took 15, for log-probabilities as large as the logits: 960 tokens x 4,096 words x 4 bytes.
-# Checkpoints leave each block's input, and what lies around the blocks. (`keep` leaves out parameters and
-# views of them.) "Kept" is between forward and backward. The peak is elsewhere: in the
+# Checkpoints leave each block's input, and what lies around the blocks. "Kept" is between forward and backward. The peak is elsewhere: in the
 # loss, or in the block that backward computes again.
 #
 # ## Attention that keeps no scores
@@ -173,7 +175,7 @@ assert all(row["EFFICIENT_ATTENTION"] for row in runs.values())
 Table(["with", *FUSED], [[name, *("yes" if row[KERNELS[kernel]] else "no" for kernel in FUSED)] for name, row in runs.items()])
 
 # %% [markdown]
-# (Each block keeps its mask, too, a number for each pair.) **Leave out `MATH`, and the fallback becomes an error**:
+# (Each block keeps its mask, too.) **Leave out `MATH`, and the fallback becomes an error**:
 #
 # ```python
 # from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -208,19 +210,18 @@ Table(["with", *FUSED], [[name, *("yes" if row[KERNELS[kernel]] else "no" for ke
 #
 # ## When you need the cut
 #
-# With 32,768 tokens on each rank the same model needs 258 GiB with fused attention alone, 215 with the loss in
-# pieces, too, and 31 with both and checkpoints (all by `plan`): no cut is needed. Beyond that:
+# Beyond 32,768 tokens, with all three (published runs took mostly 0.83 to 1.12 times what `plan` predicts):
 #
 # | tokens | on each rank | predicted peak | in 77 GiB |
 # |--:|--:|--:|:--|
 # | 98,304 | 98,304 | 64 GiB | fits |
-# | 114,688 | 114,688 | 72 GiB | not with what the allocator reserves |
+# | 114,688 | 114,688 | 72 GiB | too tight: PyTorch reserves 88 |
 # | 131,072 | 131,072 | 80 GiB | does not fit |
 # | 131,072 | 16,384, cut over 8 | 24 GiB, and one block's keys and values | fits |
 #
 # The loss in pieces computes the head's product once more, checkpoints the blocks' forward. With checkpoints
-# alone a step of a Llama of 0.95 billion parameters, 2,048 tokens in a sequence, took
-# 1.28 times as long on an H200 ([lesson 2](02_activation_checkpointing.ipynb)).
+# alone a step of a Llama of 0.95 billion parameters, 2,048 tokens in a sequence, took 1.28 times as long on an
+# H200 ([lesson 2](02_activation_checkpointing.ipynb)).
 #
 # ## Cut the sequence
 #
