@@ -203,7 +203,7 @@ def test_pytorchs_own_loss_in_the_roots_forward_gives_the_gradients_of_the_loss_
     config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
     for kind, pieces in ((WithLoss, 1), (WithLoss, 4), (PyTorchsOwn, 1)):
         torch.manual_seed(0)
-        model = fully_shard(kind(LlamaForCausalLM(config), pieces), mesh=mesh)
+        model: Any = fully_shard(kind(LlamaForCausalLM(config), pieces), mesh=mesh)
         ids, targets = torch.randint(64, (2, 1, 32))
         model(ids, targets).backward()
         grads.append(model.model.lm_head.weight.grad.full_tensor())
