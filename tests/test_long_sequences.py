@@ -189,6 +189,27 @@ def test_what_the_cut_sends_is_calculated() -> None:
     assert [round(size * 7 / 8 / 2**20) for size in (keys_and_values, weights)] == [448, 364]
 
 
+def test_hundreds_of_pieces_cost_precision_in_bf16() -> None:
+    torch.manual_seed(0)
+    hidden, weight, targets = (
+        torch.randn(4096, 128),
+        torch.randn(1024, 128) / 50,
+        torch.randint(1024, (4096,)),
+    )
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+
+    def gradient(dtype: torch.dtype, pieces: int) -> torch.Tensor:
+        head = weight.to(dtype).clone().requires_grad_()
+        pairs = zip(hidden.to(dtype).chunk(pieces), targets.chunk(pieces), strict=True)
+        losses = [F.cross_entropy(F.linear(some, head).float(), of, reduction="sum") for some, of in pairs]
+        (given,) = torch.autograd.grad(torch.stack(losses).sum() / 4096, head)
+        return given.float()
+
+    right = gradient(torch.float32, 1)
+    once, few, many = ((gradient(torch.bfloat16, n) - right).norm() / right.norm() for n in (1, 16, 256))
+    assert few < 4 * once < many
+
+
 class PyTorchsOwn(WithLoss):
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         hidden, weight = self.model.model(ids).last_hidden_state.flatten(0, 1), self.model.lm_head.weight
