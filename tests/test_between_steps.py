@@ -23,7 +23,7 @@ Evidence = dict[str, list[Any]]  # what each function below returned, by its nam
 @pytest.fixture(scope="module")
 def evidence() -> Evidence:
     uses = (averages, full_root, method_that_calls_the_model, without_own_parameters)
-    uses = (*uses, generated, method_under_fsdp1, outcomes)
+    uses = (*uses, generated, method_under_fsdp1, outcomes, full_after_submodules)
     ranks = run_on_ranks(lambda: {use.__name__: use() for use in uses}, world_size=2, timeout=200)
     return {use.__name__: [rank[use.__name__] for rank in ranks] for use in uses}
 
@@ -52,6 +52,14 @@ def sharded(**root: Any) -> Any:
 
 def samples() -> Tensor:
     return torch.arange(4)[None] + 4 * dist.get_rank()
+
+
+def full_after_submodules() -> list[str]:
+    """Names of the parameters that are still shards after `unshard` of all units but the root."""
+    model = sharded()
+    for block in model.blocks:
+        block.unshard()
+    return [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
 
 
 def gathers(model: nn.Module, use: Callable[[], object]) -> int:
@@ -298,3 +306,7 @@ def outcomes() -> list[str]:
 
 def test_a_unit_that_only_some_ranks_run_is_called_on_all_of_them_times_0(evidence: Evidence) -> None:
     assert evidence["outcomes"][0] == ["hangs", "right", "hangs", "right"]
+
+
+def test_unshard_of_the_submodules_leaves_out_the_root(evidence: Evidence) -> None:
+    assert evidence["full_after_submodules"] == [["embed.weight", "head.weight"]] * 2
