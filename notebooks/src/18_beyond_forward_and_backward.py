@@ -25,20 +25,20 @@ axes.spines[:].set_visible(False)
 plots.show(fig, alt="What a rank holds of three units: a quarter of each, and after an evaluation a full copy of the root.")
 
 # %% [markdown]
-# A drawing of what one of four ranks holds of each unit. A training step ends with shards everywhere. A forward pass
-# alone leaves the *root*, the unit of `fully_shard(model)`, with full weights (both are defaults). Until a backward,
-# `state_dict()` or `model.reshard()` (of the root alone) ends this, `model.parameters()` gives the root's full copies
-# and the blocks' shards. **In this state a method of your own works by accident, and edits get lost. `reshard()`
-# frees the full copies: reading one that you still hold ends the process.**
+# The drawing shows what one of four ranks holds of each unit; grey parts are on the other ranks. By default a training
+# step ends with shards everywhere, and a forward pass alone leaves the *root*, the unit of `fully_shard(model)`, with
+# its full weights beside the shard. Until the next backward, `state_dict()` or `model.reshard()`, `model.parameters()`
+# gives full copies of the root's weights and shards of the blocks'. **In this state a method of your own works by
+# accident, and edits get lost. `reshard()` frees the full copies: do not use one that you looked up before it.**
 #
 # | you want to | write | all-gathers here |
 # |:--|:--|:--|
 # | generate, and the full weights fit on a GPU | `with gathered(model):` (defined under Generate) around the loop | 3, for any number of tokens |
 # | generate, and they do not fit | `model(ids)` on all ranks, until the last one has finished | 2 for each token, and 1 for the root |
-# | keep an EMA (an average of the weights) | under `no_grad`, after `optimizer.step()`: `average[name].lerp_(p, 0.1)` for each parameter | 0 |
+# | keep an EMA (an average of the weights) | under `no_grad`, after `optimizer.step()`: `average[name].lerp_(p, 0.1)` for each parameter (`model.reshard()` first if an evaluation has run since the backward) | 0 |
 # | edit weights by hand | under `no_grad`: `model.reshard()`, then `for p in model.parameters(): p.mul_(0.5)` | 0 |
 # | run a frozen teacher or reference model | a second model with its own `fully_shard`; under `no_grad`; then `teacher.reshard()` | 3 more in a step |
-# | send weights to vLLM (a weight sync) | `p.full_tensor()` for each `p` of `model.state_dict().values()`, on all ranks | 1 for each parameter |
+# | send weights to vLLM (a weight sync) | `p.full_tensor()` for each DTensor `p` of `model.state_dict().values()`, on all ranks (buffers are sent as they are) | 1 for each parameter |
 # | call a method of your own | `register_fsdp_forward_method(model, "logp")`, once | as for `model(...)` |
 #
 # "Here" is a model of three units, the root and two blocks. With n blocks, read n for 2 and n + 1 for 3.
@@ -127,8 +127,8 @@ lesson.card(
 # ## Which calls gather
 #
 # Each unit has hooks that run when it is *called*: they gather its weights before `forward` and, in a block, free
-# them after it. A method that uses submodules itself, as `logp` does below, has none, until
-# `register_fsdp_forward_method(model, "logp")` puts the root's hooks around it. `way_in` (folded) counts the
+# them after it. A method that calls submodules itself, as `logp` does below, runs the blocks' hooks but not the root's,
+# until `register_fsdp_forward_method(model, "logp")` puts the root's hooks around it. `way_in` (folded) counts the
 # all-gathers of a call and its backward pass, and the units that are full between them.
 
 # %%
@@ -240,13 +240,14 @@ Table(["", "what happens", "all-gathers", "units full"], [[name, *found] for nam
 # %% [markdown]
 # Without the hooks the root's parameters are still shards: **DTensors**, tensors that hold one rank's part and know
 # the full shape. After an evaluation the root is full, so the call runs without registration, with right gradients,
-# until the next backward: it works in your notebook and dies in training. So register the method, unless it calls
-# `self(...)`: that would gather the root twice.
+# until the next backward: it works in your notebook and dies in training. So register the method. One that calls
+# `self(...)` needs no registration: registered, it would gather the root once more in training, for the backward.
 #
 # ## Generate
 #
-# Every token gathers every block again, unless `gathered(model)`, a context to take home, keeps the weights. Two
-# sweeps: all-gathers against tokens, with two blocks, and peak memory against blocks, for one token.
+# Every token gathers every block again, unless `gathered(model)`, a context to take home, keeps the weights. The cell
+# sweeps the number of tokens (with two blocks) and counts all-gathers, and the number of blocks (for one token) and
+# takes the peak of full weights and gather buffers; shards and activations are not included.
 
 # %%
 # %%ranks
@@ -305,7 +306,8 @@ plots.show(fig, alt="All-gathers grow with the tokens unless the weights are kep
 
 # %% [markdown]
 # With n blocks, t tokens cost 1 + n t all-gathers, or 1 + n with the weights kept, which takes room for the whole
-# model. By default the root, one block and the buffers of two gathers take a tenth of a model of 32 blocks.
+# model. By default a rank holds the root, one block and the buffers of two gathers at once: a tenth of this model with
+# 32 blocks, whose root is under 1 %. A large embedding and head add their share.
 #
 # A calculation from data sheets: 7 billion parameters in bf16 (28 GB if FSDP gathers float32) are 14 GB that a rank
 # gathers **for each token**, whatever the batch, in 0.3 s between hosts (a 400 Gbit/s link for each GPU) or 0.03 to
@@ -321,19 +323,20 @@ plots.show(fig, alt="All-gathers grow with the tokens unless the weights are kep
 # ```python
 # model.generate(prompt, max_new_tokens=100)                              # synced_gpus=True by itself
 # with gathered(model):
-#     model.generate(prompt, max_new_tokens=100, synced_gpus=False)       # nothing to gather after one call
+#     model.generate(prompt, max_new_tokens=100, synced_gpus=False)       # all units are gathered in the first call
 # ```
 #
 # ## Your turn 1 · Generate together
 #
 # Write `generate_together(model, ids, most)` for a model whose full weights do not fit. `ids` is `i64[1, n]`. Append
 # the likeliest token until you have appended a 0, the end token, or `most` tokens. Each rank starts at another
-# number. No rank may stop before the last one has finished; then all weights are sharded. The model here counts down:
-# after 7 comes 6. `generate(model, ids, 1)`, defined above, appends one token.
+# number. No rank may stop before the last one has finished. Return with all weights sharded. The model here counts
+# down: after 7 comes 6. `generate(model, ids, 1)`, defined above, appends one token.
 #
 # <details><summary>Hint</summary>
 #
-# One `all_reduce` of a float per token answers "has anybody still something to do?". Who has finished calls on.
+# One `all_reduce` of a float per token answers "has any rank still something to do?". A rank that has finished keeps
+# calling the model and drops the token.
 #
 # </details>
 
@@ -470,9 +473,10 @@ def generate_together(model, ids, most):
 #
 # You need no `torch.optim.swa_utils.AveragedModel` (which raises: it copies the model). An exponential moving average
 # (EMA) is element-wise, so each rank averages its own shards, as the script's `update_average` does: a test holds
-# that this is the average of one process. It costs each rank one more copy of its shards. Keep it in float32, as
-# shards are under a `MixedPrecisionPolicy`; for a model that is bf16 itself, write `p.detach().float().clone()` and
-# `lerp_(p.float(), …)`: in bf16, an average of 1 that moves towards 1.5 with weight 0.001 stays 1.
+# that this is the average of one process. It costs each rank one more copy of its shards. Keep the average in float32:
+# shards are float32 if the model was built so, also under a `MixedPrecisionPolicy`. If the model itself is bf16, write
+# `p.detach().float().clone()` and `lerp_(p.float(), …)`: in bf16, an average of 1 that moves towards 1.5 with weight
+# 0.001 stays 1.
 # `save_distributed(folder, model, step=step, state={"average": average})` saves it in shards, and
 # `load_distributed(folder, model)["average"]` returns it, on any number of ranks ([lesson
 # 8](08_local_state_dict_and_distributed_checkpoints.ipynb)).
@@ -514,24 +518,25 @@ assert list(edits.values()) == [[every, every], [none, none], [part, every], [ev
 Table(["the edit", "the next output is that of", "and after model.reshard()"], [[name, *found] for name, found in edits.items()])
 
 # %% [markdown]
-# - **`full_tensor()` is a copy**: editing it does not change the model. To write an edited copy `full` back:
-#   `p.copy_(distribute_tensor(full, p.device_mesh, p.placements))`.
+# - **`full_tensor()` is a copy**: editing it does not change the model. To write an edited copy `full` back, on all
+#   ranks: `p.copy_(distribute_tensor(full, p.device_mesh, p.placements))`, which takes rank 0's copy.
 # - **The optimizer's parameters are the shards.** The next forward does not read the root's: it computes with old
 #   weights, without an error. So does the training forward after an evaluation between backward and `step()`.
 # - **`model.parameters()` gives the root's full copies**, and the next reshard drops the edit.
 #
-# Two ways out: call `model.reshard()` before each edit, and **look the parameters up after it**: to read a full copy
-# that you looked up before is a segmentation fault. Or `fully_shard(model, reshard_after_forward=True)`, for one more
-# all-gather in each training step and each later token (run on 2.13; [until
-# 2025](https://github.com/pytorch/pytorch/issues/154655) the root ignored it). State dicts reshard by themselves.
+# Three ways out. `model.load_state_dict(...)` reshards each unit first and copies in place. Or call `model.reshard()`
+# before each edit, and **look the parameters up after it**: a full copy that you looked up before has no memory any
+# more. On a CPU most element-wise operations on it are a segmentation fault, and others raise; on a GPU you see an
+# illegal memory access. Or `fully_shard(model, reshard_after_forward=True)`, for one more all-gather in each training
+# step and each later token ([until 2025](https://github.com/pytorch/pytorch/issues/154655) the root ignored it).
 #
 # ## Your turn 2 · Evaluate with the average
 #
 # Write `evaluate_with(model, average, evaluate)`. `average` is a dictionary of shards by parameter name. Put the
 # averages into the model, call `evaluate()` and return its result; all of it runs under `no_grad`. Afterwards the
 # model computes with its own weights again, its parameters are those that the optimizer holds, and `average` is what
-# it was. The model has been evaluated before, so **do not read full copies after `reshard()`**: here the verdict says
-# so, elsewhere the process ends. Gather nothing beside what `evaluate()` gathers.
+# it was. The model has been evaluated before, so **do not use full copies after `reshard()`**: the verdict here says
+# so; in your own script the process may end. Gather nothing beside what `evaluate()` gathers.
 #
 # <details><summary>Hint</summary>
 #
@@ -774,17 +779,19 @@ Table(["", "gathered, % of the model", "full at once, %"], [[name, *found] for n
 # [open-instruct](https://github.com/allenai/open-instruct/pull/1642)'s first weight sync. An engine with old weights
 # raises nothing: compare its log-probabilities with the trainer's after the first send.
 #
-# **Gather on the default stream, synchronise, send**, as `one_by_one` does; or gather all first, if there is room ([a
-# proposed change](https://github.com/huggingface/trl/pull/7131)). The CPU here has no streams to show why. [trl
-# hung](https://github.com/huggingface/trl/pull/6798) with more than two training ranks: by the author's account, rank
-# 0's gathers waited behind vLLM's transfers on the same CUDA streams, so the two NCCL groups waited for each other.
+# **Gather on the default stream, synchronise, send**, as `one_by_one` does. Meanwhile the other ranks wait in the
+# next gather, so a send that takes longer than the process group's timeout ends the job; [a proposed
+# change](https://github.com/huggingface/trl/pull/7131) to trl therefore gathers all first, if there is room. The CPU
+# here has no streams to show why. [trl hung](https://github.com/huggingface/trl/pull/6798) with more than two
+# training ranks: by the author's account, rank 0's gathers waited behind vLLM's transfers on the same CUDA streams,
+# so the two NCCL groups waited for each other.
 #
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | `got mixed torch.Tensor and DTensor` | a method of your own that does not call `self(...)`, `model.forward` or `model.embed(ids)`: no hooks ran. Or full weights beside a shard, as when [an EMA is put](https://github.com/pytorch/pytorch/issues/144289) into a model after an evaluation | `model(...)`, `register_fsdp_forward_method`. Or `model.reshard()`, then look the parameters up anew |
-# | the process ends with SIGSEGV in an edit | a full weight that was looked up before `reshard()`, which freed it | look the parameters up after `reshard()` |
+# | `got mixed torch.Tensor and DTensor` | `model.forward(ids)`, `model.embed(ids)` or a method of your own that does not call `self(...)`: the root's hooks did not run. Or full weights beside a shard, as when [an EMA is put](https://github.com/pytorch/pytorch/issues/144289) into a model after an evaluation | `model(...)`, `register_fsdp_forward_method`. Or `model.reshard()`, then look the parameters up anew |
+# | on a CPU SIGSEGV, or `The tensor has a non-zero number of elements, but its data is not allocated yet`; on a GPU `CUDA error: an illegal memory access was encountered` | a full weight that was looked up before `reshard()`, which freed it | look the parameters up after `reshard()` |
 # | `FSDP state has already been lazily initialized` | the model's first call was one of a block, or `forward` of a root without parameters of its own | build the model anew, and call it first |
 # | `FSDP does not support deepcopy` | `AveragedModel`, or a copy as reference model | a dictionary of shards; build the second model anew and load the first one's state dict |
 # | `'Tensor' object has no attribute 'full_tensor'` (or `'device_mesh'`) | in a `state_dict()`: a buffer, or one of `ignored_params`, not sharded. `'Parameter' object`, in `model.parameters()`: an ignored one, or the root is full | send it as it is. Or take it from `state_dict()` |

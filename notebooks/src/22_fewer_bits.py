@@ -37,7 +37,7 @@ plots.show(fig, alt="Trained: 4 bytes are encoded to 1, gathered, decoded to 2. 
 # | your weights | what to do | what it costs |
 # |:--|:--|:--|
 # | frozen, beside trained adapters (QLoRA) | store 4 bits, with a scale for each 64 weights | a rounding error of 11%; decoded in forward and, under activation checkpointing, in backward |
-# | trained, all-gathers hidden behind computation | gather in bf16 | nothing |
+# | trained, all-gathers hidden behind computation | gather in bf16 | a rounding error of 0.2% |
 # | trained, the GPU waits for all-gathers | send int8, with a scale for each 64 weights (only matrices: rows a multiple of the ranks, columns of 64) | a rounding error of 0.6%; coded and decoded for each gather; 3 bytes instead of 2 for a gathered weight |
 # | trained, with matrix products in float8 | send float8, with one scale for all ranks | a rounding error of 2.7%; an all-reduce for each gather, or one a step (turn 2) |
 #
@@ -127,15 +127,18 @@ lesson.card(
 # ```
 #
 # **Held**: a quarter of the 65,536 frozen weights, 32 KiB in bf16; in 4 bits 8 KiB, and 0.1 of scales.
-# **Gathered**: four times that, and the adapter, 4 KiB in bf16. **Loss**: in 4 bits 0.017 remains, the frozen
+# **Gathered**: four times that, and the adapter, 4 KiB in bf16; once a step, as the only unit is the root, which
+# is not resharded after forward (a block would be gathered twice). **Loss**: in 4 bits 0.017 remains, the frozen
 # weight's rounding error, which an adapter of rank 4 cannot undo. For large models,
 # [QLoRA](https://arxiv.org/abs/2305.14314) reports the quality of 16 bits with NF4, whose levels are denser
 # around 0, and a higher perplexity with even steps.
 #
 # Two parts to add, left out to keep the script short: a scale for each 64 weights (turn 1), and
 # `fully_shard(checkpoint_wrapper(block))` for each block ([lesson 2](02_activation_checkpointing.ipynb)).
-# **Without checkpointing the frozen weights come back as bf16**: where `x` has a gradient, autograd keeps the
-# decoded weight of `x @ weight.T` until backward, 128 KiB for this layer beside a shard of 8.1 KiB.
+# **Without checkpointing each rank keeps the whole frozen model in bf16**: where a layer's input has a gradient,
+# autograd keeps the decoded weight of `x @ weight.T` until backward, 128 KiB for such a layer beside a shard of
+# 8.1 KiB. A weight stored in bf16 does not do so: `reshard` frees the storage that autograd refers to. (In the
+# script `x` has no gradient, so nothing is kept.)
 #
 # ## Which storage FSDP shards
 #
@@ -181,7 +184,7 @@ def unpack(codes, scales):
     return (torch.stack([codes & 15, codes >> 4], -1).flatten(1).bfloat16() - 8) * scales
 
 
-class Layer(nn.Module):                                         # the script's, but for two dtypes
+class Layer(nn.Module):                                         # as in the script, computed in float32
     def __init__(self, stored=torch.uint8, adapter=bf16):
         super().__init__()
         numbers = torch.Generator().manual_seed(0)
@@ -306,7 +309,7 @@ plots.show(fig, alt="Rounding error over the size of large weights: float8, int8
 # - **Float8 gets by with one scale**: each number has its own exponent. The error stays at 2.5 to 2.7%.
 #
 # Measure how many of your weights are large: `(w.abs() > 15 * w.abs().median()).float().mean()` counts those
-# above ten standard deviations of the others. If it is near 0.001, compare int4 with int8 on your loss first.
+# above ten standard deviations of the others. If it is near 0.001, compare 4 bits with 16 on your loss first.
 #
 # ## Your turn 1 · Pack four bits in blocks
 #
@@ -474,13 +477,17 @@ def unpack(codes, scales):
 # %% [markdown]
 # ## Eight bits on the wire
 #
-# A trained weight keeps float32 shards, as the optimizer adds small changes; only its gather can shrink.
+# A trained weight keeps float32 shards, as the optimizer adds small changes. In a step FSDP2 sends 8 bytes for it:
+# 2 in each of two bf16 gathers, 4 in a float32 reduction. This section makes a gather 1 byte: 6 in all.
+# `reduce_dtype=torch.bfloat16` also makes it 6, without any decoding, if your loss bears it ([lesson
+# 7](07_mixed_precision.ipynb)).
 #
 # ### When it pays
 #
 # Only where the GPU waits for all-gathers: slow links, small batches. An 8-bit gather sends 1 byte less for
-# each weight, but FSDP2 decodes after its wait for the gather, where nothing hides it. The next cell
-# **calculates** what is left of the gain on an H100. `decoding` is the memory traffic for each weight,
+# each weight, and decodes on the stream that computes. In forward the next unit's all-gather runs meanwhile;
+# in backward it waits for the decode. The next cell **calculates** what is left of the gain on an H100 for a
+# gather that overlaps with nothing, such as the first one of a step. `decoding` is the memory traffic for each weight,
 # counted from the operations of the classes below.
 
 # %%
@@ -494,26 +501,32 @@ Table(
 )
 
 # %% [markdown]
-# `Float8` breaks even at 3350 / 23 = 146 GB/s, `Int8` at 223: **between hosts (50 GB/s) both gain; within an
-# NVLink host both lose, unless their decoding is compiled.** Coding the shard and all-reduces of scales are
-# not counted. [QSDP](https://arxiv.org/abs/2302.02390) quantized weights and gradients of GPT models of up to
-# 1.3 billion parameters on several hosts: the same accuracy, up to 2.2 times as fast. A user with 64 GPUs saw
-# no clear gain from gathers ([issue 653](https://github.com/pytorch/torchtitan/issues/653)).
+# `Float8` breaks even at 3350 / 23 = 146 GB/s, `Int8` at 223: **where nothing overlaps with a gather, both gain
+# between hosts (50 GB/s), and both lose within an NVLink host unless their decoding is compiled.** Where computation
+# hides most of the bf16 gather, decoding costs more than the wire saves between hosts, too. Coding the shard,
+# all-reduces of scales and FSDP2's own copies (2 bytes less per weight) are not counted.
+# [QSDP](https://arxiv.org/abs/2302.02390) quantized weights and gradients of GPT models of up to 1.3 billion
+# parameters on several hosts: the same accuracy, up to 2.2 times as fast. A user with 64 GPUs saw no clear gain from
+# gathers ([issue 653](https://github.com/pytorch/torchtitan/issues/653)).
 #
 # Most of float8's gain is in products, "typically 80%" ([issue
 # 687](https://github.com/pytorch/torchtitan/issues/687)): torchao's read the gathered codes, where this
-# lesson's `Float8` decodes. With 8,192 by 8,192 weights a forward product and its casts ran 0.71, 0.98 and
-# 1.53 times as fast as in bf16, for 1,024, 4,096 and 16,384 tokens on a rank (H200, torch 2.11, one run).
+# lesson's `Float8` decodes. Where input and weight are both cast for the product (no float8
+# gather), a forward product of 8,192 by 8,192 weights ran 0.71, 0.98 and 1.53 times as fast as in bf16, for
+# 1,024, 4,096 and 16,384 tokens (one H200, compiled, torch 2.11, one run). A float8 gather saves the weight's
+# cast.
 #
 # ### Two hooks of a weight
 #
 # In each gather FSDP2 (not FSDP1) calls two methods of a weight, its **hooks**: `fsdp_pre_all_gather` on the
-# shard returns the tensors to send; `fsdp_post_all_gather` makes the weight of what came from all ranks.
+# shard returns the tensors to send, and anything that the second hook needs (here a scale, or None);
+# `fsdp_post_all_gather` makes the weight from both, in the policy's `param_dtype`.
 # `reshard` frees the gathered tensors, and what the second hook names in a tuple.
 #
 # `Hooked` (folded) is a subclass of `torch.Tensor` around a float32 tensor, `inner`. It runs PyTorch's
-# operations on `inner`; the results of those in `KEEP` become `Hooked` again. Without `new_zeros` or `slice`
-# there the gather takes 4 bytes per weight, with no error; without `detach` `nn.Parameter` raises.
+# operations on `inner`; the results of those in `KEEP` become `Hooked` again. `fully_shard` makes the shard with
+# `new_zeros` and `slice`: without them in `KEEP` the shard is a plain tensor, and FSDP2 gathers it in
+# `param_dtype`, 2 bytes per weight, with no error. Without `detach` `nn.Parameter` raises.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -644,20 +657,26 @@ Table(
 )
 
 # %% [markdown]
-# Both 8-bit ways halve the bytes of bf16 (int8's scales add 3%), and this small model learns as well. Each
-# weight is gathered in forward and in backward; gradients are reduced in float32.
+# Both 8-bit ways halve the bytes of bf16's gathers (int8's scales add 3%), and this small model learns as well.
+# Each weight is gathered in forward and in backward; gradients are reduced in float32, so all that is sent
+# shrinks by a quarter, from 1,152 to 864 KiB. Int8's error is 0.5% for these weights; the 0.6%
+# above are for normally distributed ones.
 #
 # **All ranks must decode with the same scale.** In `OwnScale` rank 0's is the largest, so it reads the
 # others' rows too large, and they read its rows too small: each rank computes with a different model, and
 # nothing raises. `Int8` gathers its scales with the codes.
 #
-# **8-bit gathers save no memory.** Until `reshard` FSDP2 holds the code (1 byte) beside the decoded weight
-# (2), where a bf16 gather holds 2 bytes. With an empty tuple decoded weights stay; so they did in a cache of
-# Transformer Engine ([issue 2681](https://github.com/NVIDIA/TransformerEngine/issues/2681)).
+# **8-bit gathers save no memory.** Until `reshard` FSDP2 holds the code (1 byte) beside the decoded weight (2), where
+# a bf16 gather holds 2 bytes. While these classes decode a weight, its float32 intermediates take 4 (`Int8`) to 8
+# bytes (`Float8`) more per weight of that tensor: mind a large embedding. With an empty tuple decoded weights stay;
+# so they did in a cache of Transformer Engine ([issue
+# 2681](https://github.com/NVIDIA/TransformerEngine/issues/2681)).
 #
 # **Leave biases and norms as they are**: both classes take matrices. All ranks must send equally many bytes,
 # so `Float8` pads to the rows of rank 0. Without padding only the ranks with fewer rows raise, and the others
-# wait; so does a rank without rows. `Int8` cannot pad, as its scales have another shape than its codes.
+# wait. A rank without rows (9 rows on 4 ranks are 3, 3, 3, 0) raises even with it: an empty shard has no
+# maximum. `Int8` cannot pad: each tensor that it sends would need the shape of the padded shard, which scales
+# do not have.
 #
 # ## Your turn 2 · One all-reduce for all scales
 #
@@ -787,6 +806,7 @@ def find_scales(parameters):                                    # one for the mo
 # | wrong outputs with fp16 | codes stored as bf16 and cast | storage dtype = `param_dtype`, or `uint8` under FSDP2 |
 # | float8: a poor loss, or ranks differ on the same batch | a scale for each rank | all-reduce it, with MAX |
 # | `must return all-gather inputs with the padded sharded size`, or a hang | a hook without padding, or `Int8` | pad; one scale for the weight |
+# | `Unsupported global` in `dcp.load` | the checkpoint names the class of the shards | `save_distributed` and `load_distributed`, or `torch.serialization.safe_globals([Float8])` |
 # | `Expected out tensor to have dtype`, or gathers of 2 bytes again | `load_state_dict(assign=True)` or `to_empty` replaced the `Float8` shards by plain ones | load without `assign`; make `Float8` of weights that are on their device |
 # | memory as with bf16 weights | decoded weights stay: in autograd, in a cache, or as the hook's tuple was empty | activation checkpointing; no cache; name in the tuple what the hook made |
 # | no faster | all-gathers were hidden, or coding costs more than it saves | measure first how long the GPU waits for all-gathers |
@@ -794,7 +814,8 @@ def find_scales(parameters):                                    # one for the mo
 # ## The rule
 #
 # Frozen weights: 4 bits in blocks, as plain `uint8` parameters, layers checkpointed. Trained weights: float32
-# shards; 8 bits on the wire only if the GPU waits for all-gathers and a timed step is faster: int8 in blocks,
+# shards; 8 bits on the wire only if the GPU waits for all-gathers, reductions are in bf16 or still fit the link,
+# and a timed step is faster: int8 in blocks,
 # or float8 with one scale from all ranks where products are in float8, too.
 #
 # [← lesson 21](21_long_sequences.ipynb)
