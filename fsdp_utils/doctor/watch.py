@@ -41,11 +41,10 @@ from fsdp_utils.sharding.local_part import local
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.sharding.units import ROOT, find_units
 from fsdp_utils.torch_internals.names import COMPILED
-from fsdp_utils.torch_internals.runtime import has_compiled, is_under_compile
+from fsdp_utils.torch_internals.runtime import has_compiled, is_under_compile, takes_mean
 
 _FEW = 4  # elements: smaller tensors that are communicated are counts and losses, not gradients
 _HOLD_S, _LOOK_S = 4.0, timedelta(seconds=0.25)  # for all ranks to come to a call; between looks at a report
-_MEAN = 1  # of the losses' `reduction`, as autograd saves it
 _CLIPPED = 8  # parameters whose gradients are looked at after backward and before the step
 
 
@@ -73,7 +72,7 @@ class Watch:
         self._epochs: Any = WeakKeyDictionary()  # that were trained on, by sampler
         self._begun: Any = None  # a sampler that has begun an epoch, until the next backward
         self._gathered: list[Any] = []  # pairs of the copies and of what was sent, until the next backward
-        self._means: list[Any] = []  # of each backward until the next step: the calls, and its _mean()
+        self._means: list[Any] = []  # of each backward until the next step: the calls, and its takes_mean()
         self._clipped: list[
             Any
         ] = []  # the calls of the last backward before each clipping until the next step
@@ -290,7 +289,7 @@ class Watch:
         adds = any(p.grad is not None for p in self._sampled.get("scaled", []))
         if (calls in self._clipped and adds) or (None in self._clipped and self._taken):
             self._step["clipped_early"] = [1]
-        self._means.append((calls, _mean(node)))
+        self._means.append((calls, takes_mean(node)))
         nodes = _graph(node) if self._gathered and node else set()
         for into, given in self._gathered:
             has_own = any(one.requires_grad for one in tree_leaves(into))  # put back in place of its copy
@@ -427,12 +426,6 @@ def _address(tensor: Tensor) -> int:
 def _calls() -> tuple[tuple[int, int], ...]:
     """Return the code and line of all callers: where two lines share a helper, the calls differ."""
     return tuple((id(frame.f_code), line) for frame, line in traceback.walk_stack(None))
-
-
-def _mean(node: Any) -> str:
-    """Return the name of an autograd node that takes a mean, "" for others."""
-    name = "" if node is None else node.name()
-    return name if name == "MeanBackward0" or getattr(node, "_saved_reduction", 0) == _MEAN else ""
 
 
 def _graph(node: Any, depth: int | None = None) -> set[Any]:

@@ -78,6 +78,12 @@ def when_backward_ends(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)  # pyright: ignore
 
 
+def takes_mean(node: Any) -> str:
+    """The name of an autograd node that takes a mean over elements, "" for others and None."""
+    name, mean = "" if node is None else node.name(), 1  # of the losses' `reduction`
+    return name if name == "MeanBackward0" or getattr(node, "_saved_reduction", 0) == mean else ""
+
+
 def has_compiled() -> bool:
     """Whether torch.compile has compiled anything in this process; torch.compiler tells only from within."""
     return getattr(sys.modules.get(f"{DYNAMO}.convert_frame"), "FRAME_COUNTER", 0) > 0
