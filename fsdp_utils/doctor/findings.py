@@ -243,7 +243,7 @@ class Evidence:
     def clipped_early(self) -> Iterator[str]:
         for number, clipped in self._each("clipped_early"):
             if clipped[0]:
-                yield f"In step {number} gradients were clipped, and then a backward added to them."
+                yield f"In step {number} gradients were clipped before a backward that belongs to it."
 
     def clip_of_all(self) -> Iterator[str]:
         if [*self._said("parameters that are not the sharded model's")]:  # which the optimizer should have
