@@ -72,6 +72,36 @@ def another() -> Iterator[Callable[..., Notebook]]:
         assert psutil.wait_procs(processes, timeout=5)[1] == []
 
 
+LOCALS_THAT_OUTLIVE = """%%ranks
+import time
+import weakref
+from torch import nn
+
+model = nn.Linear(8, 8)
+for _ in range(40):                     # library code between this cell and what runs
+    model = nn.Sequential(model)
+
+
+class Activation:
+    pass
+
+
+def forward():
+    local = Activation()
+    model(torch.ones(8))
+    return weakref.ref(local)
+
+
+began, outlived = time.monotonic(), 0
+while time.monotonic() - began < 2:
+    outlived += forward()() is not None
+print(outlived)"""
+
+
+def test_a_rank_that_tells_where_it_stands_keeps_nothing_alive(four: Notebook) -> None:
+    assert four.run(LOCALS_THAT_OUTLIVE).text == "all ranks | 0\n"
+
+
 def test_the_ranks_form_a_process_group_as_under_torchrun(four: Notebook) -> None:
     four.run("%%ranks\nx = torch.tensor([float(rank)]); dist.all_reduce(x)")
     assert four.run("[t.item() for t in ranks.get('x')]").value == "[6.0, 6.0, 6.0, 6.0]"

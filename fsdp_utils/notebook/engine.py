@@ -210,7 +210,7 @@ def _report_position(source: str) -> None:
     before, since = None, time.monotonic()
     while not _cell_is_over.wait(REPORT_EVERY_S):
         with contextlib.suppress(Exception):  # to report is not worth a failed cell
-            place = tracebacks.position(sys._current_frames()[main], source)
+            place = tracebacks.position(main, source)
             now = place, _cpu_time_ms(main)
             if now != before:
                 before, since = now, time.monotonic()

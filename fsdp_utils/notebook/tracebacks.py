@@ -4,11 +4,12 @@ import linecache
 import os
 import re
 import site
+import sys
 import sysconfig
 import time
 from pathlib import Path
 from traceback import walk_stack, walk_tb
-from types import FrameType
+from types import CodeType
 from typing import Any, TypedDict
 
 CONTEXT_LINES = 2
@@ -61,18 +62,19 @@ def describe(error: BaseException, source: str) -> Failure:
     library: list[str] = []
     files: list[str] = []  # library code below the reader's last line
     for frame, line in walk_tb(error.__traceback__):
-        place = _own_place(frame, source)
+        code = frame.f_code
+        place = _own_place(code, source)
         if place is None:
-            files.append(frame.f_code.co_filename)
+            files.append(code.co_filename)
             if own:
-                library.append(f"    {_library_place(frame)}:{line} in {frame.f_code.co_name}")
+                library.append(f"    {_library_place(code.co_filename)}:{line} in {code.co_name}")
             continue
         library.clear()  # show the library code that lies below the reader's last line
         files.clear()
-        found["where"] = _where(frame, line)
-        function = frame.f_code.co_name
+        found["where"] = _where(code, line)
+        function = code.co_name
         own.append(f"in {place}, line {line}" + ("" if function == "<module>" else f", in {function}"))
-        own.extend(_lines_around(frame.f_code.co_filename, line))
+        own.extend(_lines_around(code.co_filename, line))
     if len(library) > 6:
         library[3:-3] = [f"    ... {len(library) - 6} more"]
     if library:
@@ -85,27 +87,31 @@ def describe(error: BaseException, source: str) -> Failure:
     return found
 
 
-def position(innermost: FrameType, source: str) -> Position:
-    """Where a thread that runs the cell `source` stands; for how long is left at zero."""
-    below: list[FrameType] = []  # library code below the reader's line
-    for frame, line in walk_stack(innermost):
-        if _own_place(frame, source) is not None:
+def position(thread: int, source: str) -> Position:
+    """Where a thread that runs the cell `source` stands; for how long is left at zero.
+
+    Keeps no frame: a frame that somebody holds when its function returns keeps the function's tensors alive.
+    """
+    calls = [(frame.f_code, line) for frame, line in walk_stack(sys._current_frames()[thread])]
+    below: list[CodeType] = []  # library code below the reader's line
+    for code, line in calls:
+        if _own_place(code, source) is not None:
             below.reverse()
-            in_collective = _is_collective([f.f_code.co_filename for f in below])
+            in_collective = _is_collective([library.co_filename for library in below])
             name = _collective_name(below) if in_collective else None
-            return Position(where=_where(frame, line), line=line, collective=name, seconds=0.0)
-        below.append(frame)
+            return Position(where=_where(code, line), line=line, collective=name, seconds=0.0)
+        below.append(code)
     return Position(where=None, line=None, collective=None, seconds=0.0)
 
 
-def _collective_name(frames: list[FrameType]) -> str:
+def _collective_name(calls: list[CodeType]) -> str:
     """The first function of torch.distributed's own module among these, else the last function."""
-    public = [f for f in frames if f.f_code.co_filename.endswith("distributed_c10d.py")]
-    return (public or frames[-1:])[0].f_code.co_name
+    public = [code for code in calls if code.co_filename.endswith("distributed_c10d.py")]
+    return (public or calls[-1:])[0].co_name
 
 
-def _where(frame: FrameType, line: int) -> str:
-    return f"line {line}: {linecache.getline(frame.f_code.co_filename, line).strip()}"
+def _where(code: CodeType, line: int) -> str:
+    return f"line {line}: {linecache.getline(code.co_filename, line).strip()}"
 
 
 def text_of(value: Any) -> str:
@@ -124,9 +130,9 @@ def _is_collective(files: list[str]) -> bool:
     )
 
 
-def _own_place(frame: FrameType, source: str) -> str | None:
-    """Name a frame of the reader's code; None for library code."""
-    filename = frame.f_code.co_filename
+def _own_place(code: CodeType, source: str) -> str | None:
+    """Name the reader's code; None for library code."""
+    filename = code.co_filename
     if Path(filename).parent.name.startswith("ipykernel_") or filename.startswith("<ipython"):
         text = "".join(linecache.getlines(filename))
         return "this cell" if text.strip() == source.strip() else "an earlier cell"
@@ -144,8 +150,7 @@ def _library_root(filename: str) -> str | None:
     return str(package.parent) if filename.startswith(str(package) + os.sep) else None
 
 
-def _library_place(frame: FrameType) -> str:
-    filename = frame.f_code.co_filename
+def _library_place(filename: str) -> str:
     root = _library_root(filename)
     return os.path.relpath(filename, root) if root else filename
 
