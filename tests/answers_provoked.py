@@ -859,6 +859,16 @@ def optim_state_dict_empty() -> None:
 
 @provoked
 def optimizer_size_of_tensor() -> None:
+    accumulating = FSDP(blocks(1, 4))
+    optimizer = torch.optim.AdamW(accumulating.parameters(), foreach=False)
+    accumulating(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with accumulating.no_sync():
+        accumulating(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"The size of tensor a \(\d+\) must match the size of tensor b"):
+        optimizer.step()
+
     model = blocks(1, 4)
     local = nn.Linear(4, 2)  # the rows of one rank
     optimizer = torch.optim.AdamW(local.parameters())
@@ -1448,6 +1458,12 @@ def trainer_checkpoint_of_fsdp() -> None:
 
 
 @provoked
+def trainer_no_valid_checkpoint() -> None:
+    trainer, folder = transformers.Trainer(blocks(), arguments()), tempfile.mkdtemp()
+    trainer._load_from_checkpoint(folder)
+
+
+@provoked
 def lightning_clip_by_norm() -> None:
     from lightning.pytorch.plugins.precision import FSDPPrecision
 
@@ -1525,6 +1541,62 @@ def fsdp1_optimizer_of_other_parameters() -> None:
     model = blocks()
     optimizer = torch.optim.AdamW(model.parameters())
     sd.get_optimizer_state_dict(FSDP(model, use_orig_params=False), optimizer)
+
+
+class Packed(torch.optim.Optimizer):
+    """Keeps its state in two dtypes, as optimizers of 8 bits do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"moment": torch.zeros_like(p), "scale": torch.ones_like(p, dtype=torch.bfloat16)}
+
+
+@provoked
+def fsdp1_optimizer_state_of_several_dtypes() -> None:
+    def packed(model: nn.Module) -> Packed:
+        optimizer = Packed(model)
+        model(x).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    model = FSDP(blocks(), use_orig_params=True)
+    FullyShardedDataParallel.optim_state_dict(model, packed(model))
+
+
+@provoked
+def fsdp1_optimizer_state_of_unused_unit() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.text, self.vision = FSDP(nn.Linear(8, 8)), FSDP(nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.text(x)
+
+    model = FSDP(Partly())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(x).sum().backward()
+    optimizer.step()
+    saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    saved["state"] |= {"vision.weight": {}, "vision.bias": {}}  # names without a state
+    FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved)
+
+
+@provoked
+def compile_of_fsdp1() -> None:
+    model, backend = blocks(), "eager"
+    wrapped = FSDP(blocks())
+    torch.compile(lambda x: wrapped(x), backend=backend, fullgraph=True)(x)  # without it, a graph break
+
+
+@provoked(seconds=2, fresh=True)
+def broadcast_of_sharded_state() -> None:
+    model = sharded()
+    options = sd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    sd.set_model_state_dict(model, model.state_dict(), options=options)
 
 
 @provoked
@@ -1885,6 +1957,7 @@ ONE_CALL: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     ),
     "collective-of-a-number": (blocks, lambda model: dist.all_reduce(1.5)),
     "ddp-nothing-to-train": (lambda: blocks().requires_grad_(False), nn.parallel.DistributedDataParallel),
+    "accelerate-plugin-of-another-version": (blocks, lambda model: fsdp2_plugin().save_model),
     "accelerate-local-state-dict": (blocks, lambda model: fsdp2_plugin(state_dict_type="LOCAL_STATE_DICT")),
     "accelerate-reshard-string": (blocks, lambda model: fsdp2_plugin(reshard_after_forward="FULL_SHARD")),
     "accelerate-forward-prefetch": (blocks, lambda model: fsdp2_plugin(forward_prefetch=True)),
