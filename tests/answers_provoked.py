@@ -1586,6 +1586,18 @@ def fsdp1_optimizer_state_of_unused_unit() -> None:
 
 
 @provoked
+def fsdp1_group_over_tensor_parallel() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+
+    def parallel() -> nn.Module:
+        return tp.parallelize_module(
+            nn.Sequential(nn.Linear(8, 8)), mesh["tensor"], {"0": tp.ColwiseParallel()}
+        )
+
+    FSDP(parallel(), process_group=mesh["data"].get_group())(x)
+
+
+@provoked
 def compile_of_fsdp1() -> None:
     model, backend = blocks(), "eager"
     wrapped = FSDP(blocks())
