@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,  # noqa: F401  for a cure
     FullyShardedDataParallel,
+    MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
     StateDictType,
@@ -878,6 +879,18 @@ def optimizer_size_of_tensor() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     optimizer.load_state_dict(saved)
     model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+@provoked
+def optimizer_gradients_of_another_dtype() -> None:
+    def make() -> tuple[Any, torch.optim.Optimizer]:
+        model = FSDP(blocks(), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = make()
+    with model.no_sync():
+        model(x).sum().backward()
     optimizer.step()
 
 
@@ -1774,6 +1787,30 @@ def accelerate_cpu_offload_of_another_version() -> None:
 
 
 @provoked
+def accelerate_ram_efficient_alone() -> None:
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    def arguments(sync_module_states: bool) -> Any:
+        line = [
+            "--num_processes",
+            "2",
+            "--num_machines",
+            "1",
+            "--mixed_precision",
+            "no",
+            "--dynamo_backend",
+            "no",
+        ]
+        options = launch_command_parser().parse_args([*line, "--use_fsdp", "train.py"])
+        options.fsdp_cpu_ram_efficient_loading = True  # as a config of Accelerate has them
+        options.fsdp_sync_module_states = sync_module_states
+        return options
+
+    prepare_multi_gpu_env(arguments(sync_module_states=False))
+
+
+@provoked
 def accelerate_save_meta() -> None:
     accelerator_, folder = accelerator(), tempfile.mkdtemp()
     with torch.device("meta"):
@@ -1969,6 +2006,7 @@ ONE_CALL: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     ),
     "collective-of-a-number": (blocks, lambda model: dist.all_reduce(1.5)),
     "ddp-nothing-to-train": (lambda: blocks().requires_grad_(False), nn.parallel.DistributedDataParallel),
+    "accelerate-no-device": (blocks, lambda model: FullyShardedDataParallelPlugin(sync_module_states=True)),
     "accelerate-plugin-of-another-version": (blocks, lambda model: fsdp2_plugin().save_model),
     "accelerate-local-state-dict": (blocks, lambda model: fsdp2_plugin(state_dict_type="LOCAL_STATE_DICT")),
     "accelerate-reshard-string": (blocks, lambda model: fsdp2_plugin(reshard_after_forward="FULL_SHARD")),
