@@ -1,7 +1,6 @@
 """Explain a traceback or log, from standard input or a file: python -m fsdp_utils explain < log."""
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -12,7 +11,6 @@ NOTHING = (
     "No message in this text is known. All that are known: notebooks/answers.md. If FSDP raised it, please "
     'file it with the form "A message without an answer".'
 )
-_ERROR = re.compile(r"\b\w*(?:Error|Exception):\s")
 
 
 def main() -> int:
@@ -36,9 +34,8 @@ def main() -> int:
         print("\n\n".join(map(str, answers)))
     else:
         print(answers[0])
-        if all(answer.warns for answer in answers) and _ERROR.search(text):
-            note = "Note:    this is a warning, not the error in this text."
-            print(*filter(None, [note, raised_by(text)]), sep="\n")
+        if all(answer.warns for answer in answers) and "Error: " in text:
+            print("Note:    this is a warning, not the error in this text.", raised_by(text))
         if answers[0].follows:
             print("Note:    another rank's error mostly comes before this one: look at its output, too.")
         if others := ", ".join(answer.id for answer in answers[1:]):
