@@ -46,9 +46,9 @@ MOST_LINES = {
     "migration": 713,  # 660
     "planner": 1704,  # 1760
     "pretrained": 505,  # 495
-    "sharding": 1088,  # 770
+    "sharding": 1095,  # 770
     "train": 1087,
-    "all together": 18_148,  # 15,000
+    "all together": 18_155,  # 15,000
 }
 # Modules inside rooms that lessons and users import by name too.
 BY_NAME = (
