@@ -9,7 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_utils import record_collectives
@@ -153,3 +160,32 @@ def test_translated_runs_have_the_losses_and_the_bytes_of_fsdp1() -> None:
                 old_losses, old_sent = trained(partial(in_fsdp1, **options))
                 assert losses == pytest.approx(old_losses, rel=1e-3 if low else 1e-5)
                 assert sent == old_sent
+
+
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+
+
+@on_ranks()
+def test_batch_norm_in_bf16_needs_a_unit_of_its_own_in_fsdp2_and_gets_one_in_fsdp1() -> None:
+    dtypes: dict[str, Any] = {"param_dtype": BF16, "reduce_dtype": torch.float32}
+    x, mesh = torch.randn(4, 8), init_device_mesh("cpu", (dist.get_world_size(),))
+    old = FullyShardedDataParallel(
+        with_batch_norm(),
+        auto_wrap_policy=ModuleWrapPolicy(set()),
+        device_id=torch.device("cpu"),
+        mixed_precision=MixedPrecision(**dtypes),
+    )
+    old(x).sum().backward()
+
+    one, two = with_batch_norm(), with_batch_norm()
+    fully_shard(one, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
+    with pytest.raises(RuntimeError, match="expected scalar type BFloat16 but found Float"):
+        one(x)
+
+    seen: list[torch.dtype] = []
+    two[1].register_forward_pre_hook(lambda norm, args: seen.append(norm.weight.dtype))
+    fully_shard(two[1], mesh=mesh)
+    fully_shard(two, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
+    two(x).sum().backward()
+    assert seen == [torch.float32]
