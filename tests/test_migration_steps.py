@@ -1,6 +1,8 @@
 """Steps of translated programs on ranks, held against FSDP1, one process and the frameworks."""
 
 import warnings
+from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -9,7 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_utils import record_collectives
@@ -153,3 +163,96 @@ def test_translated_runs_have_the_losses_and_the_bytes_of_fsdp1() -> None:
                 old_losses, old_sent = trained(partial(in_fsdp1, **options))
                 assert losses == pytest.approx(old_losses, rel=1e-3 if low else 1e-5)
                 assert sent == old_sent
+
+
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+
+
+@on_ranks()
+def test_batch_norm_in_bf16_needs_a_unit_of_its_own_in_fsdp2_and_gets_one_in_fsdp1() -> None:
+    dtypes: dict[str, Any] = {"param_dtype": BF16, "reduce_dtype": torch.float32}
+    x, mesh = torch.randn(4, 8), init_device_mesh("cpu", (dist.get_world_size(),))
+    old = FullyShardedDataParallel(
+        with_batch_norm(),
+        auto_wrap_policy=ModuleWrapPolicy(set()),
+        device_id=torch.device("cpu"),
+        mixed_precision=MixedPrecision(**dtypes),
+    )
+    old(x).sum().backward()
+
+    one, two = with_batch_norm(), with_batch_norm()
+    fully_shard(one, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
+    with pytest.raises(RuntimeError, match="expected scalar type BFloat16 but found Float"):
+        one(x)
+
+    seen: list[torch.dtype] = []
+    two[1].register_forward_pre_hook(lambda norm, args: seen.append(norm.weight.dtype))
+    fully_shard(two[1], mesh=mesh)
+    fully_shard(two, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
+    two(x).sum().backward()
+    assert seen == [torch.float32]
+
+
+def full_weights(model: nn.Module) -> dict[str, Any]:
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def gradient_error(version: int, batches: int) -> float:
+    """The error of a layer's gradient in %, after so many batches in bf16, against one float32 process."""
+    dtypes: dict[str, Any] = {"param_dtype": BF16, "reduce_dtype": torch.float32}
+    torch.manual_seed(0)
+    alone = nn.Linear(64, 64, bias=False)
+    model: Any = deepcopy(alone)
+    if version == 1:
+        model = FullyShardedDataParallel(
+            model, device_id=torch.device("cpu"), mixed_precision=MixedPrecision(**dtypes)
+        )
+    else:
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(**dtypes))
+    for number in range(batches):
+        x, last = torch.randn(32, 64, generator=torch.Generator().manual_seed(number)), number == batches - 1
+        alone(x).square().mean().backward()
+        if version == 2:
+            model.set_requires_gradient_sync(last)
+        with model.no_sync() if version == 1 and not last else nullcontext():
+            model(x.chunk(4)[dist.get_rank()]).float().square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()  # now the weights have changed by the gradient
+    whole = full_weights(model)["weight"]
+    right = alone.weight.grad
+    assert right is not None
+    return 100 * float((alone.weight.detach() - whole - right).norm() / right.norm())
+
+
+@on_ranks(4)
+def test_fsdp1_adds_batches_in_bf16_and_fsdp2_in_float32() -> None:
+    one, two = ([gradient_error(version, batches) for batches in (2, 128)] for version in (1, 2))
+    assert one == pytest.approx([0.3, 0.6], abs=0.05)
+    assert two == pytest.approx([0.3, 0.2], abs=0.05)
+
+
+@on_ranks()
+def test_fsdp1_decays_layers_that_forward_does_not_use_and_fsdp2_does_not() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.spare = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    def kept(shard: Any) -> float:
+        """How much of the unused weights is left after five steps."""
+        torch.manual_seed(0)
+        model = Unused()
+        before = model.spare.weight.detach().clone()
+        model = shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1.0)
+        for _ in range(5):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return float(full_weights(model)["spare.weight"].norm() / before.norm())
+
+    assert kept(partial(FullyShardedDataParallel, device_id=torch.device("cpu"))) == pytest.approx(0.99**5)
+    assert kept(fully_shard) == kept(lambda model: model) == 1
