@@ -1,9 +1,11 @@
 # %% [markdown]
 # # 0 · FSDP from scratch
 #
-# What does FSDP do in one training step? **It rebuilds the parameters of a layer with `all_gather` before the
-# layer is used, frees them afterwards, and leaves each rank its piece of the averaged gradients with
-# `reduce_scatter`; so a rank keeps `1 / world_size` of parameters, gradients and optimizer state.**
+# Your model trains on one GPU until its parameters, gradients and optimizer state no longer fit. FSDP, *fully
+# sharded data parallel*, trains it on several GPUs, each of which stores only a piece of all three. What does
+# it do in one training step? **Before a layer computes, FSDP collects the layer's parameters from all GPUs, and
+# afterwards frees them again. It averages the layer's gradients over the GPUs, and each GPU keeps only its
+# piece. So each of N GPUs stores 1/N of the three; in return they send more to each other.**
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -11,22 +13,31 @@ from fsdp_utils.lessons import lesson, plots
 plots.life_of_a_unit(4)
 
 # %% [markdown]
-# A drawing of one layer on four processes, from left to right through one step. Each colour is a quarter of
-# the layer's parameters. The layer is complete on every process twice, for forward and for backward.
+# This drawing follows one layer through one training step on four GPUs, one per row. Each colour is a quarter
+# of the layer's parameters. At rest, each GPU has its own quarter and nothing else. For forward, and again for
+# backward, it has all four; in between, the other three are freed. At the end it has the averaged gradients of
+# its own quarter, which is all that its optimizer needs. The operations that move the data are called
+# `all_gather` and `reduce_scatter`. In PyTorch one function, `fully_shard`, sets all of this up. You will use
+# it, then write such a step yourself, and see that both do the same.
 
 # %% tags=["card"]
 lesson.card(
     0,
-    learn="write shard, gather, reduce and free; know when FSDP's losses are not those of one process",
+    learn="write the four operations of an FSDP step; shard your own model; know when its gradients are wrong",
     needs="a training loop in PyTorch that you could write; no GPU",
-    minutes=(1, 16, 25),
+    minutes=(1, 20, 25),
 )
 
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It needs four GPUs, or none, and trains
-# one model twice in four processes: copied to each (DDP, distributed data parallel), and sharded.
+# The usual way to train on several GPUs is DDP, *distributed data parallel*: each process has a copy of the
+# whole model and trains on its own samples, and the gradients are averaged over the processes. FSDP trains in
+# the same way, but stores less. This script trains one model with both, and prints the loss and what a process
+# stores. Look at `shard`, which is all that FSDP asks of you, and at the line that makes the optimizer.
+#
+# Save it as `train.py`, then run `torchrun --nproc-per-node 4 train.py`. It takes four GPUs, or the CPU where
+# there is none; with fewer than four, put `CUDA_VISIBLE_DEVICES=""` in front.
 #
 # ```python
 # import torch
@@ -40,58 +51,63 @@ lesson.card(
 # device = "cuda" if torch.cuda.is_available() else "cpu"
 # dist.init_process_group("nccl" if device == "cuda" else "gloo")
 # if device == "cuda":
-#     torch.cuda.set_device(dist.get_node_local_rank())
-# mesh = init_device_mesh(device, (dist.get_world_size(),))  # all ranks; without it a Mac takes its GPU
+#     torch.cuda.set_device(dist.get_node_local_rank())      # each process has its own GPU
+# mesh = init_device_mesh(device, (dist.get_world_size(),))  # all processes; without it, a Mac takes its GPU
 #
 #
 # def shard(model):
-#     for part in [*model, model]:                           # each layer is a unit; the model comes last
-#         fully_shard(part, mesh=mesh)
-#     return model
+#     for layer in model:                                    # each layer is gathered and freed by itself
+#         fully_shard(layer, mesh=mesh)
+#     return fully_shard(model, mesh=mesh)                   # the model comes last
 #
 #
 # for name, prepare in [("DDP", DistributedDataParallel), ("fully_shard", shard)]:
-#     torch.manual_seed(0)                                   # the same weights on every rank
+#     torch.manual_seed(0)                                   # the same weights in every process
 #     model = prepare(nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]).to(device))
-#     optimizer = torch.optim.AdamW(model.parameters())      # after sharding: the parameters are shards now
-#     torch.manual_seed(1 + dist.get_rank())                 # other samples on each rank
+#     optimizer = torch.optim.AdamW(model.parameters())      # after sharding: it must hold the pieces
+#     torch.manual_seed(1 + dist.get_rank())                 # other samples in each process
 #     for step in range(10):
 #         optimizer.zero_grad()
 #         x = torch.randn(32, 256, device=device)            # your data
 #         loss = (model(x) - x).square().mean()
 #         loss.backward()
 #         optimizer.step()
-#     averages = [t for state in optimizer.state.values() for t in (state["exp_avg"], state["exp_avg_sq"])]
-#     held = [*model.parameters(), *(p.grad for p in model.parameters()), *averages]
-#     kib = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in held) / 2**10
-#     dist.all_reduce(loss.detach_())                        # the sum over the ranks
+#     stored = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values())]
+#     pieces = [t.to_local() if isinstance(t, DTensor) else t for t in stored]  # what this process has of it
+#     kib = sum(t.nbytes for t in pieces) / 2**10
+#     loss = loss.detach() / dist.get_world_size()
+#     dist.all_reduce(loss)                                  # adds up over the processes: now it is the mean
 #     if dist.get_rank() == 0:
-#         print(f"{name:11}  loss {loss.item() / dist.get_world_size():.4f}, a rank holds {kib:,.0f} KiB")
+#         print(f"{name:11}  loss {loss.item():.4f}, a process stores {kib:,.0f} KiB")
 # dist.destroy_process_group()
 # ```
 # ```text
-# DDP          loss 0.9676, a rank holds 8,224 KiB
-# fully_shard  loss 0.9676, a rank holds 2,056 KiB
+# DDP          loss 0.9676, a process stores 8,224 KiB
+# fully_shard  loss 0.9676, a process stores 2,056 KiB
 # ```
 #
-# Each process is called a **rank** and has a number, 0 to 3; the **world size** is 4. Both ways give each
-# rank its own samples, and both end at the same loss. The model has 526,336 parameters in float32. Training
-# keeps 16 bytes for each of them: 4 for the parameter, 4 for its gradient, 8 for AdamW's two averages. That
-# is 8,224 KiB under DDP, and a quarter under FSDP. For a model of 8 billion parameters it is 119 GiB, or 15
-# GiB on each of 8 GPUs. Activations, the results that backward needs, come on top: they grow with the samples
-# of the rank, and FSDP does not shard them. Nor are DDP's buckets counted, by default a second copy of the
-# gradients, or what exists only during a step. The rest of the lesson builds `fully_shard`, so that you see
-# both what it saves and what it costs.
+# The losses are equal, because both train the same model on the same samples. The bytes are not. The model has
+# 526,336 parameters in float32, and training takes 16 bytes for each: 4 for the parameter, 4 for its gradient,
+# and 8 for the two averages that AdamW keeps. Under DDP each process stores all of that, 8,224 KiB. Under FSDP
+# it stores a quarter, because there are four processes.
+#
+# The same sum tells you **when you need FSDP**. For a model of 8 billion parameters, 16 bytes each are 119 GiB,
+# more than a GPU of 80 GB has; over 8 GPUs it is 15 GiB on each. Leave room for the activations (what forward
+# saves for backward): they come on top, grow with the batch, and are not sharded. If everything fits on one
+# GPU, DDP is simpler and sends less.
 #
 # ## Two collectives
 #
-# A **collective** is a call that all ranks make together. Ranks talk through a **process group**, whose bytes
-# are sent by a *backend*: gloo on CPUs, NCCL on NVIDIA GPUs. FSDP needs two collectives. `all_gather` takes a
-# piece from each rank and gives all pieces to every rank. `reduce_scatter` takes a full tensor from each
-# rank, adds them up, and gives each rank one piece of the sum.
+# Each process is called a **rank** and has a number, here 0 to 3; how many there are is the **world size**. A
+# **collective** is an operation that all ranks call together, to exchange data. They do so within a **process
+# group**, for which `gloo` moves the bytes between CPUs, or NCCL between NVIDIA GPUs. FSDP needs two
+# collectives:
 #
-# A cell that begins with `%%ranks` runs on every rank, here four processes on your CPU. In the comments,
-# `f32[2]` is a float32 tensor of two elements.
+# - `all_gather` takes one piece from each rank, and gives every rank all the pieces, in the ranks' order.
+# - `reduce_scatter` takes a full tensor from each rank, adds these up, and gives each rank a piece of the sum.
+#
+# Try both. `ranks.start()` starts four processes behind this notebook, and a cell that begins with `%%ranks`
+# runs in all of them. The comments give the shapes.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -109,34 +125,39 @@ rank, world = dist.get_rank(), dist.get_world_size()
 on_gpu = torch.cuda.is_available()
 device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
-piece = torch.full((2,), float(rank), device=device)            # f32[2], other values on each rank
-full = torch.empty(2 * world, device=device)                    # f32[2 * world]
-dist.all_gather(list(full.chunk(world)), piece)                 # on every rank, or the others wait
-
-own = torch.arange(2.0 * world, device=device) * (rank + 1)     # f32[2 * world], other values on each rank
-mine = torch.empty(2, device=device)                            # f32[2]
-dist.reduce_scatter(mine, list(own.chunk(world)))               # the sum over the ranks
-
+piece = torch.full((2,), rank, device=device)                   # [2], other values on each rank
+full = piece.new_empty(2 * world)                               # [2 * world]
+dist.all_gather_single(full, piece)                             # before PyTorch 2.13: all_gather_into_tensor
 print(f"all_gather:     {piece.tolist()} -> {full.tolist()}")
+
+own = torch.arange(2 * world, device=device) * (rank + 1)       # [2 * world], other values on each rank
+mine = own.new_empty(2)                                         # [2]
+dist.reduce_scatter_single(mine, own)                           # before PyTorch 2.13: reduce_scatter_tensor
 print(f"reduce_scatter: {own.tolist()} -> {mine.tolist()}")
 
 # %% [markdown]
-# After `all_gather` every rank has the same. After `reduce_scatter`, rank 0 has the sums of everybody's first
-# two numbers, rank 1 of the next two.
+# After `all_gather`, every rank has the same eight numbers, two from each. For `reduce_scatter`, read the four
+# long lists from top to bottom. Their first two columns add up to 0 and 10, and rank 0 gets these; rank 1 gets
+# the sums of the next two columns, and so on.
 #
 # ## Your turn 1 · Shard, gather, reduce
 #
-# Write the three operations on one flat tensor. `shard(flat)` returns this rank's piece; the pieces are
-# equally long, so pad the tensor with zeros at its end, with as few as possible. The full tensor must be able
-# to leave memory afterwards. `gather(piece)` returns the padded tensor on every rank. `reduce(grad)` gets a
-# padded gradient that comes from this rank's samples, and returns this rank's piece of the mean over all
-# ranks. `rank`, `world`, `dist` and `F` are given. The turn calls each function once; the length of `flat` is
-# not a multiple of the world size.
+# Write three of the four operations of an FSDP step, for one flat tensor (the fourth, free, is for turn 2).
+# `torch`, `dist`, `F`, `rank` and `world` are given.
+#
+# - `shard(flat)` returns this rank's piece. All pieces must be equally long, so first append zeros, but no more
+#   than needed. The piece must own its memory, so that the full tensor can be freed.
+# - `gather(piece)` returns the full tensor, with its zeros, on every rank.
+# - `reduce(grad)` gets a full gradient, which differs from rank to rank. It returns this rank's piece of the
+#   **mean** over the ranks.
+#
+# The turn tries them with 17 numbers on four ranks, so a piece has 5, or 20 bytes. The row “reduced gradient,
+# of the mean” is your result, divided by the right one.
 #
 # <details><summary>Hint</summary>
 #
-# `-len(flat) % world` is the number of zeros, and `F.pad(flat, (0, n))` appends them. `chunk` returns views,
-# and a view keeps the storage of the whole tensor alive.
+# `-len(flat) % world` is the number of zeros, and `F.pad(flat, (0, n))` appends n of them. `chunk` returns
+# views, and a view keeps the memory of the whole tensor alive.
 #
 # </details>
 
@@ -197,16 +218,16 @@ def score_operations(shard, gather, reduce):
 
 # %%
 # %%turn 1
-def shard(flat):                                # f32[n] -> f32[ceil(n / world)]
-    return None                                 # your lines here
+def shard(flat):                                # [n] -> [m], where m * world is n or a little more
+    return None                                 # your lines here: pad, cut, copy
 
 
-def gather(piece):                              # f32[m] -> f32[m * world]
-    return None                                 # your lines here
+def gather(piece):                              # [m] -> [m * world]
+    return None                                 # your lines here: one all_gather
 
 
-def reduce(grad):                               # f32[m * world] -> f32[m]
-    return None                                 # your lines here
+def reduce(grad):                               # [m * world] -> [m]
+    return None                                 # your lines here: one reduce_scatter, then the mean
 
 
 # %% tags=["solution"] turn=1
@@ -217,25 +238,25 @@ def shard(flat):
 
 def gather(piece):
     full = piece.new_empty(len(piece) * world)
-    dist.all_gather(list(full.chunk(world)), piece)
+    dist.all_gather_single(full, piece)
     return full
 
 
 def reduce(grad):
     mine = grad.new_empty(len(grad) // world)
-    dist.reduce_scatter(mine, list(grad.chunk(world)))
+    dist.reduce_scatter_single(mine, grad)
     return mine / world
 
 # %% tags=["right"] turn=1
-def shard(flat):                                # one tensor for all pieces
+def shard(flat):                                # a list of pieces
     return F.pad(flat, (0, -len(flat) % world)).view(world, -1)[rank].clone()
 def gather(piece):
-    full = piece.new_empty(world * len(piece))
-    dist.all_gather_single(full, piece)
-    return full
+    pieces = [torch.empty_like(piece) for _ in range(world)]
+    dist.all_gather(pieces, piece)
+    return torch.cat(pieces)
 def reduce(grad):
     mine = torch.empty_like(grad[: len(grad) // world])
-    dist.reduce_scatter_single(mine, grad / world)
+    dist.reduce_scatter(mine, list((grad / world).chunk(world)))
     return mine
 
 # %% tags=["right"] turn=1
@@ -320,18 +341,25 @@ def reduce(grad):
     return grad
 
 # %% [markdown]
-# `reduce` and then `gather` would be DDP's `all_reduce`: the mean of all gradients, on every rank. FSDP stops
-# after `reduce`, because a rank updates its own piece only.
+# `reduce` and then `gather` would give every rank the mean of all gradients. That is how DDP averages: its
+# collective, `all_reduce`, is those two in one. FSDP stops after `reduce`, because a rank updates its own piece
+# only.
 #
 # ## A layer on gathered weights
 #
-# The parameters that are gathered together are called a **unit**. Our unit is a layer. It keeps its **shard**
-# of the flattened parameters, which the optimizer updates, and one tensor `full`, whose *storage* (the bytes
-# behind a tensor) is emptied by `free` and filled by `gather`.
+# Now a layer has to compute with these operations, and autograd has to follow. There are two problems.
 #
-# `Gather` is FSDP for autograd: forward gathers, and backward turns the gradient of the full parameters into
-# that of the shard. `functional_call` runs the layer with other tensors in place of its parameters. The layer
-# itself stays on the *meta device*, with shapes and no memory.
+# First, the layer needs its full parameters, but the optimizer must see only this rank's piece, its **shard**.
+# So the full parameters must come from the shard by an operation that autograd can differentiate. That is
+# `Gather` below: its forward is an `all_gather`, and its backward is a `reduce_scatter`, which turns the
+# gradient of the full parameters into that of the shard.
+#
+# Second, the full parameters must be freed after use. `del` would not do it, because autograd has saved them
+# for backward. But the bytes of a tensor lie in its *storage*, and `resize_(0)` gives those back while the
+# tensor itself stays. So `free` empties the storage and `gather` fills it again, which works as long as the
+# bytes are back before anybody reads them.
+#
+# What is gathered and freed together is called a **unit**. Here each layer is a unit.
 
 # %%
 # %%ranks
@@ -340,32 +368,32 @@ from torch.func import functional_call
 
 class Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, shard, unit):                              # f32[m]
-        unit.gather()
+    def forward(ctx, shard, unit):                              # [m]
         ctx.unit = unit
-        return unit.full.data                                   # f32[m * world]
+        unit.gather()
+        return unit.full.data                                   # [m * world]; .data hides refills from autograd
 
     @staticmethod
-    def backward(ctx, grad):                                    # f32[m * world], from this rank's samples
-        ctx.unit.free()                                         # backward has used the parameters
-        mine = torch.empty_like(ctx.unit.shard)                 # f32[m]
-        dist.reduce_scatter(mine, list(grad.chunk(world)))
-        return mine / world, None                               # the mean; None: `unit` is no tensor
+    def backward(ctx, grad):                                    # [m * world], from this rank's samples
+        ctx.unit.free()                                         # the layer's backward is over
+        mine = torch.empty_like(ctx.unit.shard)                 # [m]
+        dist.reduce_scatter_single(mine, grad)
+        return mine / world, None                               # the mean; None: `unit` has no gradient
 
 
 class Unit:
     def __init__(self, layer):
         self.shapes = {name: p.shape for name, p in layer.named_parameters()}
         flat = torch.cat([p.detach().flatten() for p in layer.parameters()])
-        flat = F.pad(flat, (0, -len(flat) % world))             # f32[m * world]
-        self.shard = flat.chunk(world)[rank].clone().requires_grad_()           # f32[m]
-        self.full = torch.empty_like(flat)                      # f32[m * world]
-        self.layer = layer.to("meta")
+        flat = F.pad(flat, (0, -len(flat) % world))             # [m * world]
+        self.shard = flat.chunk(world)[rank].clone().requires_grad_()           # [m]
+        self.full = torch.empty_like(flat)                      # [m * world]
+        self.layer = layer.to("meta")                           # keeps its code and shapes, not its weights
         self.free()
 
     def gather(self):
         self.full.untyped_storage().resize_(self.full.nbytes)
-        dist.all_gather(list(self.full.data.chunk(world)), self.shard.data)
+        dist.all_gather_single(self.full, self.shard.data)
 
     def free(self):
         self.full.untyped_storage().resize_(0)
@@ -373,23 +401,26 @@ class Unit:
     def __call__(self, x):
         full = Gather.apply(self.shard, self)
         sizes = [shape.numel() for shape in self.shapes.values()]
-        pieces = full[: sum(sizes)].split(sizes)                # without the padding
-        shaped = zip(self.shapes.items(), pieces)
-        return functional_call(self.layer, {name: p.view(shape) for (name, shape), p in shaped}, x)
+        pieces = full[: sum(sizes)].split(sizes)                # cut off the zeros, then cut by parameter
+        parameters = {name: piece.view(self.shapes[name]) for name, piece in zip(self.shapes, pieces)}
+        return functional_call(self.layer, parameters, x)
 
 
 # %% [markdown]
-# The model has three blocks and a last layer, and learns to tell handwritten digits apart, 24 in each step.
-# `train` runs twenty steps and returns the losses, as means over the ranks. One process with all 24 samples
-# is the reference.
+# Follow `__call__` once. It gathers one flat tensor, cuts it into the layer's parameters, and runs the layer
+# with them: `functional_call(layer, parameters, x)` computes `layer(x)` as if these were its own.
+#
+# Does it train? The next cell builds three blocks and a last layer, which learn to read handwritten digits.
+# `train` makes twenty steps of 24 samples, and each rank takes its share of these. First the plain model trains
+# in one process, on all 24; then the units do. Compare the two lines that the cell prints.
 
 # %% tags=["equality"]
 # %%ranks
 from sklearn.datasets import load_digits
 
 digits = load_digits()
-images = torch.tensor(digits.data / 16, dtype=torch.float32, device=device)     # f32[1797, 64]
-labels = torch.tensor(digits.target, device=device)                             # i64[1797]
+images = torch.tensor(digits.data / 16, dtype=torch.float32, device=device)     # [1797, 64]
+labels = torch.tensor(digits.target, device=device)                             # [1797]
 
 
 class Block(nn.Module):
@@ -410,7 +441,7 @@ def build():
 def train(forward, parameters, rank=rank, world=world, steps=20):
     optimizer, losses = torch.optim.AdamW(parameters), torch.zeros(steps, device=device)
     for step in range(steps):
-        rows = torch.arange(24 * step, 24 * step + 24, device=device).chunk(world)[rank]
+        rows = torch.arange(24 * step, 24 * step + 24, device=device).chunk(world)[rank]    # this rank's share
         loss = F.cross_entropy(forward(images[rows]), labels[rows])
         loss.backward()
         optimizer.step()
@@ -438,9 +469,10 @@ for name, losses in {"one process": alone, "by hand": by_hand}.items():
 torch.testing.assert_close(by_hand, alone, rtol=1e-4, atol=1e-4)
 
 # %% [markdown]
-# The losses are those of one process, although no rank updated more than its own piece. They differ by
-# rounding only. Now look at one step: how many full parameters does a rank hold at each moment? `Meter`
-# watches every operation of a step.
+# The losses are the same (the cell asserts all twenty, up to rounding), although each rank updated only its
+# quarter of the parameters. But does it save memory? `Meter`, a helper of these lessons, watches one step: it
+# counts the collectives, and notes after each operation how many bytes of gathered parameters exist. In the
+# figure, look at the highest point.
 
 # %%
 # %%ranks
@@ -461,21 +493,23 @@ print(f"{kept.all_gathers} all-gathers, {kept.reduce_scatters} reduce-scatters")
 plots.alive({"by hand": ranks.get("kept.whole_bytes")[0]}, whole_model=ranks.get("model_bytes")[0])
 
 # %% [markdown]
-# Each of the four units is gathered once. Nothing frees a unit before its backward pass is over, so between
-# forward and backward the whole model exists on every rank. A model whose parameters do not fit on one GPU
-# would not fit in this way either.
+# Each of the four units is gathered once, and its gradients are reduced once. In the figure, each step up is a
+# block that is gathered in forward, and each step down is one that is freed after its backward. (The last layer
+# is too small to see.) The problem stands in the middle: nothing is freed between a block's forward and its
+# backward, so for a while every rank holds the **whole model**. If that does not fit on one GPU, this will not
+# run either.
 #
 # ## Your turn 2 · Free, and gather again
 #
-# Write a unit whose full parameters exist only while they are used: free them after forward, and gather them
-# again when backward reaches the unit. `y.register_hook(f)` calls `f(grad)` when backward has computed the
-# gradient of `y`, before it goes into the layer that produced `y`. The target for the memory is one block.
+# Write a unit whose full parameters exist only while they are used: free them after the layer's forward, and
+# gather them again just before its backward. `self.free()` and `self.gather()` do the work; you decide when.
+# For backward, `y.register_hook(f)` helps: it calls `f(grad)` as soon as the gradient of `y` is known, before
+# the layer that made `y` needs its parameters. Your target: no rank holds more than one block (130 KiB), and
+# the losses stay the same.
 #
 # <details><summary>Hint</summary>
 #
-# Two lines between `y = ...` and `return y`. The hook must return `None`, or its result replaces the
-# gradient. The storage may be empty in between: autograd has saved tensors, and reads their bytes only when
-# backward reaches the layer.
+# Two lines between `y = ...` and `return y`. The hook must return `None`, or its result replaces the gradient.
 #
 # </details>
 
@@ -512,7 +546,7 @@ def score_units(MyUnit):
 # %%
 # %%turn 2
 class MyUnit(Unit):
-    def __call__(self, x):                      # super().__call__(x) gathers and computes
+    def __call__(self, x):                      # returns the layer's output
         return None                             # your lines here; begin with y = super().__call__(x)
 
 
@@ -584,15 +618,20 @@ class MyUnit(Unit):
         return y
 
 # %% [markdown]
-# The price is four more all-gathers in a step. With ring algorithms a rank now sends three quarters of the
-# model three times (two gathers, one reduce), under DDP twice. PyTorch calls this choice
-# `reshard_after_forward`. [Lesson 6](06_sharding_strategies.ipynb) weighs the two.
+# Your step is now the one in the drawing at the top. It has a **price**: each unit is gathered twice and its
+# gradients are reduced once, so the model passes through the network three times in a step. Under DDP it is
+# twice, because an `all_reduce` sends as much as one `reduce_scatter` and one `all_gather`. So FSDP sends 1.5
+# times as many bytes, if all is float32 and the collectives use the usual ring algorithms. GPUs can send much
+# of it while they compute: see [lesson 4](04_backward_prefetch.ipynb).
 #
 # ## PyTorch's own
 #
-# `fully_shard`, also called FSDP2, is called on each unit and last on the model. That last call makes the
-# layers one model. The model keeps its named parameters; each is now a `DTensor`, which knows its full shape
-# and holds this rank's shard.
+# `fully_shard`, also called FSDP2, replaces each parameter of a layer by a shard, and adds hooks that gather,
+# free and reduce as you did. The last call, on the model, ties the layers together: without it, each layer
+# would count as a whole model, and a whole model stays gathered after forward. You can also ask for that, with
+# `reshard_after_forward=False`: one gather per step instead of two, for the memory of the whole model.
+#
+# The next cell trains with both settings, and measures a step of each.
 
 # %% tags=["meter"]
 # %%ranks
@@ -611,20 +650,41 @@ for name, options in {"fully_shard, kept": {"reshard_after_forward": False}, "fu
     torch.testing.assert_close(train(model, model.parameters()), alone, rtol=1e-4, atol=1e-4)
     meters[name] = measure(model, model.parameters())
 for name, m in meters.items():
-    whole, buffers = m.peak_whole_bytes / 2**10, m.peak_gather_bytes / 2**10
     counts = f"{m.all_gathers} all-gathers, {m.reduce_scatters} reduce-scatters"
-    print(f"{name:18} {counts}, peak {whole:.0f} KiB, with buffers {buffers:.0f} KiB")
+    print(f"{name:18} {counts}, at most {m.peak_whole_bytes / 2**10:.0f} KiB of full parameters")
+curves = {name: m.whole_bytes for name, m in meters.items()}
+
+# %%
+plots.alive(ranks.get("curves")[0], whole_model=ranks.get("model_bytes")[0])
 
 # %% [markdown]
-# The losses are those of one process again (the cell asserts it), and the numbers of collectives are those of
-# your units. The memory differs in two ways. `fully_shard` holds **two blocks** at its peak: in backward it
-# gathers the next unit while it computes with the present one, which on GPUs happens at the same time (in
-# forward, too) ([lesson 4](04_backward_prefetch.ipynb)). And it gathers into **buffers**, out of which it
-# copies each parameter; in forward it keeps a buffer until the next unit has been copied out. That makes
-# three blocks.
+# The losses are those of one process again (the cell asserts it), and the collectives are those of your units:
+# four gathers where parameters are kept, eight where they are freed. Kept, the whole model exists at once, all
+# 392 KiB. Freed, at most 260 KiB do: two blocks, where turn 2 needs one. The third panel shows when. In forward,
+# on its left, one block exists at a time; in backward `fully_shard` gathers the next block before the present
+# one computes, so that a GPU need not wait for it. The buffers in which the pieces arrive come on top:
+# [lesson 1](01_transformer_wrapper.ipynb) counts them.
 #
-# Where does it cut? Fill each parameter of a block with another number, shard the block, and count which
-# numbers each rank holds.
+# ## How do you know that it worked?
+#
+# Look at a parameter. `fully_shard` makes each one a `DTensor`, a tensor that knows its full shape and holds
+# this rank's piece. Then ask `check_sharding`, which lists the mistakes that it finds.
+
+# %%
+# %%ranks
+from fsdp_utils import check_sharding
+
+weight = model[0].fc1.weight
+print(type(weight).__name__, tuple(weight.shape), "of which this rank holds", tuple(weight.to_local().shape))
+print("mistakes:", check_sharding(model))
+
+# %% [markdown]
+# Each rank holds a quarter of the rows, and no mistake was found. In your script, call it on all ranks, as
+# `check_sharding(model, optimizer)`: then it also notices an optimizer that holds other parameters. Saving the
+# whole model takes a gather, too: [lesson 3](03_full_state_dict.ipynb).
+#
+# `Unit` cuts differently, because it lays the layer's parameters end to end. To see both cuts, fill each
+# parameter of a block with its own number, shard the block, and count the numbers on each rank.
 
 # %%
 # %%ranks
@@ -644,19 +704,19 @@ held = {"flat: by hand": ranks.get("held_flat"), "by rows: fully_shard": ranks.g
 plots.shards({way: {name: [of[name] for of in each] for name in each[0]} for way, each in held.items()})
 
 # %% [markdown]
-# Each bar is a parameter, each colour a rank. By hand, a rank holds a stretch of the flat tensor, wherever
-# that lies. FSDP1, the class `FullyShardedDataParallel` of 2022, cuts in this way too, and calls the flat
-# tensor `FlatParameter`. `fully_shard` cuts each parameter by rows, so each parameter keeps its name in a
-# checkpoint and its own `requires_grad`. The rows are cut as `torch.chunk` cuts them, so some ranks may hold
-# none: always with fewer rows than ranks, but also with 5 rows on 4 ranks (2, 2, 1, 0).
+# Each bar is a parameter. On the left, rank 0 holds whatever lies in the first quarter. FSDP1, the older class
+# `FullyShardedDataParallel`, cuts in this way too, and calls the flat tensor a `FlatParameter`. On the right,
+# every rank holds some rows of every parameter, so each parameter keeps its name and its `requires_grad`.
 #
 # ## When the losses are not equal
 #
-# FSDP takes the **mean over the ranks** of their gradients. That is the gradient of one process only if the
-# mean of the ranks' losses is the loss of one process. There are two usual ways in which it is not: the
-# ranks' shares are unequal, or the loss is no mean over independent samples. The next cell takes one gradient
-# with `fully_shard`, compares it with that of one process, and trains both for twenty steps on the same 24
-# samples.
+# So far FSDP's losses were those of one process, but that depends on you. FSDP takes the **mean over the
+# ranks**, so each rank's gradient counts the same. That is right if all ranks have equally many samples, and
+# each rank's loss is a mean over independent samples. Otherwise the gradients are wrong, and no error says so.
+#
+# The next cell tries five cases. `compare` trains twice on the same 24 samples, in one process and with
+# `fully_shard`. It prints how far the first gradient is from the right one, relative to its size, and the loss
+# after twenty steps. With unequal shares, rank 0 has 18 samples and the others have 2 each.
 
 # %% tags=["unequal"]
 # %%ranks
@@ -707,28 +767,31 @@ assert min(off[1], off[4]) > 0.05
 assert abs(off[3] - (1 - 1 / world)) < 1e-3
 
 # %% [markdown]
-# With unequal shares, a sample in a small share weighs more. The cure is a weight for each rank's loss: its
-# samples times the world size, divided by all samples. The same holds for tokens ([lesson
-# 10](10_end_to_end.ipynb)). A sum over the samples comes out divided by the world size. BatchNorm normalises
-# each rank's samples among themselves, unlike one process.
+# The first row is the control: with equal shares, nothing differs.
 #
-# Look at the row of the sum: its gradient is a quarter of what it should be (with four ranks), and the loss
-# hardly shows it. AdamW divides an average of the gradients by their size, so a common factor cancels. A loss
-# curve under AdamW does not prove that gradients are right; compare the gradients, or train with SGD.
+# - **Unequal shares**: a sample counts nine times as much on a rank with 2 as on the one with 18. After twenty
+#   steps the loss is ten times as high. The cure is the factor in `weighted`: the rank's samples times the
+#   world size, divided by all samples. For a language model, count tokens ([lesson 10](10_end_to_end.ipynb)).
+# - **A sum over the samples**: FSDP divides it by 4, so the gradient is a quarter of the right one, 75% off.
+#   The loss is right all the same, because AdamW divides by the size of the gradients, so that a constant
+#   factor nearly cancels. Equal losses under AdamW do not prove equal gradients: compare the gradients too.
+# - **BatchNorm** normalises a sample by the others in its batch, and a rank sees only its 6 of the 24.
+#   LayerNorm and RMSNorm, which transformers use, treat each sample by itself and have no such problem.
 #
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # | :-- | :-- | :-- |
-# | `setStorage: … out of bounds for storage of size 0` | a parameter is used after it was freed: turn 2 without the hook | gather before each use |
-# | `got mixed torch.Tensor and DTensor` | `layer.forward(x)` on a unit: the hooks that gather did not run | call the module: `layer(x)` |
-# | the loss does not fall, no error | the optimizer was made before `fully_shard` and holds the old parameters, which get no gradients | make it after sharding |
-# | the losses are not those of one process | from the first step: other weights, other samples, unequal shares, or a loss that is no mean over samples. Only later: the gradients or the optimizer | seed, sampler, weights for the losses |
-# | the program hangs | one rank did not enter a collective in which the others wait | call collectives on every rank; [lesson 15](15_when_it_hangs.ipynb) finds the line |
+# | `setStorage: … out of bounds for storage of size 0` | your own unit is used while it is freed, as in turn 2 without the hook | gather before each use |
+# | `got mixed torch.Tensor and DTensor` | you called `layer.forward(x)`, so the hooks that gather did not run | call the module: `layer(x)` |
+# | the loss does not fall, no error | the optimizer was made before `fully_shard`: its parameters are no longer the model's | make it after sharding |
+# | the loss is not that of one process, from the first step | other weights or samples, unequal shares, or a loss that is no mean over samples | the same seed, a sampler, a weight for each rank's loss |
+# | the program hangs | one rank did not call a collective in which the others wait | call it on every rank; [lesson 15](15_when_it_hangs.ipynb) finds the line |
 #
 # ## The rule
 #
-# `all_gather` a unit before it is used and free it afterwards; `reduce_scatter` its gradients, as a mean.
-# `fully_shard` each layer, then the model, then make the optimizer; give each rank an equal share of samples.
+# Use FSDP when 16 bytes per parameter (AdamW in float32) and the activations do not fit on one GPU. Call
+# `fully_shard` on each layer, then on the model; then make the optimizer. Give each rank equally many samples.
+# In a transformer the layers to call it on are its blocks, and lesson 1 shows why.
 #
 # [lesson 1 →](01_transformer_wrapper.ipynb)
