@@ -3,9 +3,18 @@
 #
 # Your model trains on one GPU until its parameters, gradients and optimizer state no longer fit. FSDP, *fully
 # sharded data parallel*, trains it on several GPUs, each of which stores only a piece of all three. What does
-# it do in one training step? **Before a layer computes, FSDP collects the layer's parameters from all GPUs, and
-# afterwards frees them again. It averages the layer's gradients over the GPUs, and each GPU keeps only its
-# piece. So each of N GPUs stores 1/N of the three; in return they send more to each other.**
+# it do in one training step? **FSDP gathers a layer's parameters just before the layer computes, frees them
+# afterwards, and averages each gradient into the piece that a GPU owns: each of N GPUs stores 1/N, and sends
+# 1.5 times as many bytes as if it stored all.** In PyTorch that takes four lines:
+#
+# ```python
+# for layer in model:
+#     fully_shard(layer)
+# fully_shard(model)
+# optimizer = torch.optim.AdamW(model.parameters())
+# ```
+#
+# In the script below they reduce what each of four processes stores from 8,224 KiB to 2,056.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -13,19 +22,19 @@ from fsdp_utils.lessons import lesson, plots
 plots.life_of_a_unit(4)
 
 # %% [markdown]
-# This drawing follows one layer through one training step on four GPUs, one per row. Each colour is a quarter
-# of the layer's parameters. At rest, each GPU has its own quarter and nothing else. For forward, and again for
-# backward, it has all four; in between, the other three are freed. At the end it has the averaged gradients of
-# its own quarter, which is all that its optimizer needs. The operations that move the data are called
-# `all_gather` and `reduce_scatter`. In PyTorch one function, `fully_shard`, sets all of this up. You will use
-# it, then write such a step yourself, and see that both do the same.
+# This drawing follows one layer through one training step on four GPUs, one per row. A GPU is called by its
+# number, its *rank*, and each colour is a quarter of the layer's parameters. At rest each rank has its **shard**,
+# a quarter. For forward, and again for backward, it must **gather** all four; in between it can **free** the
+# other three. At the end the ranks **reduce** the gradients: each gets the average of its own quarter, which is
+# all that AdamW needs to update that quarter. You will use `fully_shard`, then write these four operations
+# yourself, and see that both do the same.
 
 # %% tags=["card"]
 lesson.card(
     0,
     learn="write the four operations of an FSDP step; shard your own model; know when its gradients are wrong",
     needs="a training loop in PyTorch that you could write; no GPU",
-    minutes=(1, 20, 25),
+    minutes=(1, 22, 24),
 )
 
 # %% [markdown]
@@ -34,7 +43,8 @@ lesson.card(
 # The usual way to train on several GPUs is DDP, *distributed data parallel*: each process has a copy of the
 # whole model and trains on its own samples, and the gradients are averaged over the processes. FSDP trains in
 # the same way, but stores less. This script trains one model with both, and prints the loss and what a process
-# stores. Look at `shard`, which is all that FSDP asks of you, and at the line that makes the optimizer.
+# stores. Look at two places: `shard`, which wraps the model, and the line that makes the optimizer, which must
+# come after it. (A `DTensor` is a parameter of which this process has a piece.)
 #
 # Save it as `train.py`, then run `torchrun --nproc-per-node 4 train.py`. It takes four GPUs, or the CPU where
 # there is none; with fewer than four, put `CUDA_VISIBLE_DEVICES=""` in front.
@@ -52,13 +62,17 @@ lesson.card(
 # dist.init_process_group("nccl" if device == "cuda" else "gloo")
 # if device == "cuda":
 #     torch.cuda.set_device(dist.get_node_local_rank())      # each process has its own GPU
-# mesh = init_device_mesh(device, (dist.get_world_size(),))  # all processes; without it, a Mac takes its GPU
+# mesh = init_device_mesh(device, (dist.get_world_size(),))  # all processes share it; else a Mac takes its GPU
 #
 #
 # def shard(model):
 #     for layer in model:                                    # each layer is gathered and freed by itself
 #         fully_shard(layer, mesh=mesh)
 #     return fully_shard(model, mesh=mesh)                   # the model comes last
+#
+#
+# def nbytes(tensor):                                        # of a DTensor, the bytes of this process's piece
+#     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 #
 #
 # for name, prepare in [("DDP", DistributedDataParallel), ("fully_shard", shard)]:
@@ -72,9 +86,9 @@ lesson.card(
 #         loss = (model(x) - x).square().mean()
 #         loss.backward()
 #         optimizer.step()
-#     stored = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values())]
-#     pieces = [t.to_local() if isinstance(t, DTensor) else t for t in stored]  # what this process has of it
-#     kib = sum(t.nbytes for t in pieces) / 2**10
+#     kib = 0
+#     for p in model.parameters():                           # with its gradient and AdamW's two averages
+#         kib += sum(map(nbytes, (p, p.grad, *optimizer.state[p].values()))) / 2**10
 #     loss = loss.detach() / dist.get_world_size()
 #     dist.all_reduce(loss)                                  # adds up over the processes: now it is the mean
 #     if dist.get_rank() == 0:
@@ -88,20 +102,19 @@ lesson.card(
 #
 # The losses are equal, because both train the same model on the same samples. The bytes are not. The model has
 # 526,336 parameters in float32, and training takes 16 bytes for each: 4 for the parameter, 4 for its gradient,
-# and 8 for the two averages that AdamW keeps. Under DDP each process stores all of that, 8,224 KiB. Under FSDP
-# it stores a quarter, because there are four processes.
+# and 8 for the two averages that AdamW keeps. Under DDP each process stores all of that, 8,224 KiB, plus the
+# buffers from which DDP sends gradients, which the script does not count. Under FSDP it stores a quarter.
 #
 # The same sum tells you **when you need FSDP**. For a model of 8 billion parameters, 16 bytes each are 119 GiB,
-# more than a GPU of 80 GB has; over 8 GPUs it is 15 GiB on each. Leave room for the activations (what forward
-# saves for backward): they come on top, grow with the batch, and are not sharded. If everything fits on one
-# GPU, DDP is simpler and sends less.
+# more than a GPU of 80 GB has; over 8 GPUs it is 15 GiB on each. Leave room for the layers that are gathered at
+# the moment, with their full gradients, and for the activations (what forward saves for backward), which grow
+# with the batch and are not sharded. If everything fits on one GPU, DDP is simpler and sends less.
 #
 # ## Two collectives
 #
-# Each process is called a **rank** and has a number, here 0 to 3; how many there are is the **world size**. A
-# **collective** is an operation that all ranks call together, to exchange data. They do so within a **process
-# group**, for which `gloo` moves the bytes between CPUs, or NCCL between NVIDIA GPUs. FSDP needs two
-# collectives:
+# The ranks exchange data by **collectives**, operations that all of them call together. They do so within a
+# **process group**, for which `gloo` moves the bytes between CPUs, or NCCL between NVIDIA GPUs; the number of
+# ranks is the **world size**. FSDP needs two collectives, one to gather and one to reduce:
 #
 # - `all_gather` takes one piece from each rank, and gives every rank all the pieces, in the ranks' order.
 # - `reduce_scatter` takes a full tensor from each rank, adds these up, and gives each rank a piece of the sum.
@@ -137,13 +150,13 @@ print(f"reduce_scatter: {own.tolist()} -> {mine.tolist()}")
 
 # %% [markdown]
 # After `all_gather`, every rank has the same eight numbers, two from each. For `reduce_scatter`, read the four
-# long lists from top to bottom. Their first two columns add up to 0 and 10, and rank 0 gets these; rank 1 gets
-# the sums of the next two columns, and so on.
+# long lists from top to bottom: their first two columns add up to 0 and 10, which rank 0 gets, and rank 1 gets
+# the sums of the next two.
 #
 # ## Your turn 1 · Shard, gather, reduce
 #
-# Write three of the four operations of an FSDP step, for one flat tensor (the fourth, free, is for turn 2).
-# `torch`, `dist`, `F`, `rank` and `world` are given.
+# Write three of the four operations, for one flat tensor; free is for turn 2. `torch`, `dist`, `F`, `rank` and
+# `world` are given.
 #
 # - `shard(flat)` returns this rank's piece. All pieces must be equally long, so first append zeros, but no more
 #   than needed. The piece must own its memory, so that the full tensor can be freed.
@@ -151,13 +164,18 @@ print(f"reduce_scatter: {own.tolist()} -> {mine.tolist()}")
 # - `reduce(grad)` gets a full gradient, which differs from rank to rank. It returns this rank's piece of the
 #   **mean** over the ranks.
 #
-# The turn tries them with 17 numbers on four ranks, so a piece has 5, or 20 bytes. The row “reduced gradient,
-# of the mean” is your result, divided by the right one.
+# The turn tries `shard` with 17 numbers and with 16: on four ranks, a piece then has 5 numbers, or 4. The row
+# “reduced gradient, of the mean” is your result, divided by the right one.
 #
-# <details><summary>Hint</summary>
+# <details><summary>Hint: the zeros</summary>
 #
-# `-len(flat) % world` is the number of zeros, and `F.pad(flat, (0, n))` appends n of them. `chunk` returns
-# views, and a view keeps the memory of the whole tensor alive.
+# `-len(flat) % world` zeros are missing, none where the length divides. `F.pad(flat, (0, n))` appends n of them.
+#
+# </details>
+#
+# <details><summary>Hint: the memory</summary>
+#
+# `chunk` returns views, and a view keeps the memory of the whole tensor alive.
 #
 # </details>
 
@@ -170,17 +188,27 @@ from fsdp_utils.lessons.your_turn import NotYet, Picture, at_most, exactly, turn
 def tensor_of(name, value):
     if not isinstance(value, torch.Tensor):
         raise NotYet(f"`{name}` returned a {type(value).__name__}: return one tensor.")
+    if value.ndim != 1:
+        raise NotYet(f"`{name}` returned a tensor of {value.ndim} dimensions: return one dimension.")
     return value
 
 
-LONGER = "The shard has more elements than needed: pad to the next multiple of the world size, then cut."
+MISSING = "Elements are missing in the shard: pad before you cut."
+UNEVEN, EVEN = 4 * world + 1, 4 * world
 
 
 @turn(1, {
-    "elements of the shard": exactly(
-        5, less="Elements are missing in the shard: pad before you cut.", more=LONGER
+    f"elements of the shard, of {UNEVEN}": exactly(
+        5, less=MISSING, more="The shard has more elements than needed: pad to the next multiple of `world`."
     ),
-    "bytes that the shard keeps alive": at_most(20, "The shard is a view of the full tensor: clone it."),
+    f"elements of the shard, of {EVEN}": exactly(
+        4, less=MISSING, more=f"{EVEN} numbers can be cut into equal pieces: append no zeros to them."
+    ),
+    "the shard is this rank's piece": exactly(
+        True, "The shard has other elements than this rank's piece: append the zeros at the end, cut into equal "
+        "pieces, and take piece number `rank`.",
+    ),
+    "bytes it keeps alive beside its own": exactly(0, more="The shard is a view of a larger tensor: clone it."),
     "gathered tensor is right": exactly(True, "The gathered tensor is not the flat one with zeros at its end."),
     "all-gathers": exactly(1, less="Let `all_gather` rebuild the tensor.", more="One all_gather is enough."),
     "reduced gradient, of the mean": exactly(
@@ -193,16 +221,21 @@ LONGER = "The shard has more elements than needed: pad to the next multiple of t
     ),
 })
 def score_operations(shard, gather, reduce):
-    flat = torch.arange(1.0, 4 * world + 2, device=device)
-    padded = F.pad(flat, (0, world - 1))
-    piece = tensor_of("shard", shard(flat.clone()))
-    reference = padded.chunk(world)[rank]
+    flats = [torch.arange(1.0, n + 1, device=device) for n in (UNEVEN, EVEN)]
+    pieces = [tensor_of("shard", shard(flat.clone())) for flat in flats]
+    padded = F.pad(flats[0], (0, world - 1))
+    references = [whole.chunk(world)[rank] for whole in (padded, flats[1])]
+    as_long = all(map(lambda a, b: a.shape == b.shape, pieces, references))
+    right = as_long and all(map(lambda a, b: bool((a == b).all()), pieces, references))
     values = {
-        "elements of the shard": piece.numel(),
-        "bytes that the shard keeps alive": piece.untyped_storage().nbytes(),
+        f"elements of the shard, of {UNEVEN}": len(pieces[0]),
+        f"elements of the shard, of {EVEN}": len(pieces[1]),
+        "the shard is this rank's piece": right if as_long else None,
+        "bytes it keeps alive beside its own": max(p.untyped_storage().nbytes() - p.nbytes for p in pieces),
     }
+    reference = references[0]
     with Meter() as meter:
-        full = tensor_of("gather", gather(reference.clone()))
+        full = tensor_of("gather", gather(pieces[0] if right else reference.clone()))
         right = full.shape == padded.shape and bool((full == padded).all())
     values |= {"gathered tensor is right": right, "all-gathers": meter.all_gathers}
     with Meter() as meter:
@@ -246,7 +279,6 @@ def reduce(grad):
     mine = grad.new_empty(len(grad) // world)
     dist.reduce_scatter_single(mine, grad)
     return mine / world
-
 # %% tags=["right"] turn=1
 def shard(flat):                                # a list of pieces
     return F.pad(flat, (0, -len(flat) % world)).view(world, -1)[rank].clone()
@@ -258,7 +290,6 @@ def reduce(grad):
     mine = torch.empty_like(grad[: len(grad) // world])
     dist.reduce_scatter(mine, list((grad / world).chunk(world)))
     return mine
-
 # %% tags=["right"] turn=1
 import torch.distributed._functional_collectives as funcol
 def shard(flat):                                # functional collectives
@@ -271,7 +302,6 @@ def gather(piece):
     return funcol.all_gather_tensor(piece, 0, dist.group.WORLD)
 def reduce(grad):
     return funcol.reduce_scatter_tensor(grad, "sum", 0, dist.group.WORLD) / world
-
 # %% tags=["right"] turn=1
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
@@ -282,82 +312,76 @@ def gather(piece):
     return DTensor.from_local(piece, mesh, [Shard(0)]).full_tensor()
 def reduce(grad):
     return DTensor.from_local(grad, mesh, [Partial()]).redistribute(mesh, [Shard(0)]).to_local() / world
-
 # %% tags=["wrong"] turn=1 says="clone it"
 def shard(flat):
     return F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank]
-def gather(piece):
-    full = piece.new_empty(len(piece) * world)
-    dist.all_gather(list(full.chunk(world)), piece)
-    return full
-def reduce(grad):
-    mine = grad.new_empty(len(grad) // world)
-    dist.reduce_scatter(mine, list(grad.chunk(world)))
-    return mine / world
-
+gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
+# %% tags=["wrong"] turn=1 says="pad before you cut"
+def shard(flat):
+    return flat[: len(flat) // world * world].chunk(world)[rank].clone()
+gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
+# %% tags=["wrong"] turn=1 says="pad to the next multiple"
+def shard(flat):
+    return F.pad(flat, (0, world)).chunk(world)[rank].clone()
+gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
+# %% tags=["wrong"] turn=1 says="append no zeros"
+def shard(flat):
+    return F.pad(flat, (0, world - len(flat) % world)).chunk(world)[rank].clone()
+gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
+# %% tags=["wrong"] turn=1 says="other elements than"
+def shard(flat):
+    return flat.new_zeros(-(-len(flat) // world))
+gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
+# %% tags=["wrong"] turn=1 says="other elements than"
+def shard(flat):
+    return F.pad(flat, (0, -len(flat) % world)).chunk(world)[0].clone()
+gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
+# %% tags=["wrong"] turn=1 says="other elements than"
+def shard(flat):
+    return F.pad(flat, (0, -len(flat) % world))[rank::world].clone()
+gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
+# %% tags=["wrong"] turn=1 says="other elements than"
+def shard(flat):
+    return F.pad(flat, (-len(flat) % world, 0)).chunk(world)[rank].clone()
+gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
 # %% tags=["wrong"] turn=1 says="larger than the mean"
 def shard(flat):
     return F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank].clone()
-def gather(piece):
-    full = piece.new_empty(len(piece) * world)
-    dist.all_gather(list(full.chunk(world)), piece)
-    return full
+gather = torch.clone
 def reduce(grad):
     mine = grad.new_empty(len(grad) // world)
     dist.reduce_scatter(mine, list(grad.chunk(world)))
     return mine
-
 # %% tags=["wrong"] turn=1 says="No reduce_scatter"
 def shard(flat):
     return F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank].clone()
-def gather(piece):
-    full = piece.new_empty(len(piece) * world)
-    dist.all_gather(list(full.chunk(world)), piece)
-    return full
+gather = torch.clone
 def reduce(grad):
     dist.all_reduce(grad)
     return grad.chunk(world)[rank] / world
-
-# %% tags=["wrong"] turn=1 says="pad before you cut"
-def shard(flat):
-    return flat[: len(flat) // world * world].chunk(world)[rank].clone()
-def gather(piece):
-    full = piece.new_empty(len(piece) * world)
-    dist.all_gather(list(full.chunk(world)), piece)
-    return full
-def reduce(grad):
-    mine = grad.new_empty(len(grad) // world)
-    dist.reduce_scatter(mine, list(grad.chunk(world)))
-    return mine / world
-
 # %% tags=["wrong"] turn=1 says="`gather` returned a list"
 def shard(flat):
     return F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank].clone()
-def gather(piece):
-    pieces = [torch.empty_like(piece) for _ in range(world)]
-    dist.all_gather(pieces, piece)
-    return pieces
-def reduce(grad):
-    return grad
+gather, reduce = (lambda piece: [piece] * world), torch.clone
 
 # %% [markdown]
-# `reduce` and then `gather` would give every rank the mean of all gradients. That is how DDP averages: its
-# collective, `all_reduce`, is those two in one. FSDP stops after `reduce`, because a rank updates its own piece
-# only.
+# `reduce`, then `gather`, would give every rank the mean of all gradients: the two are DDP's collective,
+# `all_reduce`. FSDP stops after `reduce`, because a rank updates its own piece only.
 #
 # ## A layer on gathered weights
 #
 # Now a layer has to compute with these operations, and autograd has to follow. There are two problems.
 #
-# First, the layer needs its full parameters, but the optimizer must see only this rank's piece, its **shard**.
-# So the full parameters must come from the shard by an operation that autograd can differentiate. That is
-# `Gather` below: its forward is an `all_gather`, and its backward is a `reduce_scatter`, which turns the
-# gradient of the full parameters into that of the shard.
+# First, the layer needs its full parameters, but the optimizer must see only the shard. So the full parameters
+# must come from the shard by an operation that autograd can differentiate. That is `Gather` below: its forward
+# is an `all_gather`, and its backward is a `reduce_scatter`, which turns the gradient of the full parameters
+# into that of the shard. Autograd calls it once that gradient is complete, so it can also free them.
 #
-# Second, the full parameters must be freed after use. `del` would not do it, because autograd has saved them
-# for backward. But the bytes of a tensor lie in its *storage*, and `resize_(0)` gives those back while the
-# tensor itself stays. So `free` empties the storage and `gather` fills it again, which works as long as the
-# bytes are back before anybody reads them.
+# Second, the full parameters must be freed after use, although autograd has saved them for backward. The bytes
+# of a tensor lie in its *storage*, and `resize_(0)` gives those back while the tensor itself stays. So `free`
+# empties the storage, and `gather` fills it again before anybody reads it. Autograd would object, because it
+# refuses a saved tensor that was changed since. So it gets `full.data`: the same storage, but changes of `full`
+# are not counted for it.
 #
 # What is gathered and freed together is called a **unit**. Here each layer is a unit.
 
@@ -371,7 +395,7 @@ class Gather(torch.autograd.Function):
     def forward(ctx, shard, unit):                              # [m]
         ctx.unit = unit
         unit.gather()
-        return unit.full.data                                   # [m * world]; .data hides refills from autograd
+        return unit.full.data                                   # [m * world]; refills are no changes of it
 
     @staticmethod
     def backward(ctx, grad):                                    # [m * world], from this rank's samples
@@ -388,7 +412,7 @@ class Unit:
         flat = F.pad(flat, (0, -len(flat) % world))             # [m * world]
         self.shard = flat.chunk(world)[rank].clone().requires_grad_()           # [m]
         self.full = torch.empty_like(flat)                      # [m * world]
-        self.layer = layer.to("meta")                           # keeps its code and shapes, not its weights
+        self.layer = layer.to("meta")                           # code and shapes, without bytes
         self.free()
 
     def gather(self):
@@ -410,11 +434,10 @@ class Unit:
 # Follow `__call__` once. It gathers one flat tensor, cuts it into the layer's parameters, and runs the layer
 # with them: `functional_call(layer, parameters, x)` computes `layer(x)` as if these were its own.
 #
-# Does it train? The next cell builds three blocks and a last layer, which learn to read handwritten digits.
-# `train` makes twenty steps of 24 samples, and each rank takes its share of these. First the plain model trains
-# in one process, on all 24; then the units do. Compare the two lines that the cell prints.
+# Does it train? A folded cell defines `build`, three blocks and a last layer; `train`, twenty steps of 24
+# handwritten digits, of which each rank takes its share; and `through(units)`, the forward through all units.
 
-# %% tags=["equality"]
+# %% jupyter={"source_hidden": true}
 # %%ranks
 from sklearn.datasets import load_digits
 
@@ -433,9 +456,9 @@ class Block(nn.Module):
         return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
 
 
-def build():
+def build(blocks=3):
     torch.manual_seed(0)                                        # the same weights on every rank
-    return nn.Sequential(Block(), Block(), Block(), nn.Linear(64, 10)).to(device)
+    return nn.Sequential(*[Block() for _ in range(blocks)], nn.Linear(64, 10)).to(device)
 
 
 def train(forward, parameters, rank=rank, world=world, steps=20):
@@ -460,6 +483,11 @@ def through(units):
     return forward
 
 
+# %% [markdown]
+# First the plain model trains in one process, then the units do, each rank on its 6 of the 24 digits.
+
+# %% tags=["equality"]
+# %%ranks
 model = build()
 alone = train(model, model.parameters(), rank=0, world=1)
 units = [Unit(layer) for layer in build()]
@@ -470,9 +498,8 @@ torch.testing.assert_close(by_hand, alone, rtol=1e-4, atol=1e-4)
 
 # %% [markdown]
 # The losses are the same (the cell asserts all twenty, up to rounding), although each rank updated only its
-# quarter of the parameters. But does it save memory? `Meter`, a helper of these lessons, watches one step: it
-# counts the collectives, and notes after each operation how many bytes of gathered parameters exist. In the
-# figure, look at the highest point.
+# quarter of the parameters. But how long does a rank hold the full ones? `Meter`, a helper of these lessons,
+# watches one step: it counts the collectives, and the bytes of gathered parameters after each operation.
 
 # %%
 # %%ranks
@@ -481,40 +508,47 @@ from fsdp_utils.lessons.meter import Meter
 
 def measure(forward, held):
     with Meter(held) as meter:
-        F.cross_entropy(forward(images[:6]), labels[:6]).backward()
+        loss = F.cross_entropy(forward(images[:6]), labels[:6])
+        meter.in_forward = len(meter.whole_bytes)               # operations so far, for the figure
+        loss.backward()
     return meter
 
 
 kept = measure(through(units), [unit.shard for unit in units])
 model_bytes = sum(p.nbytes for p in build().parameters())
-print(f"{kept.all_gathers} all-gathers, {kept.reduce_scatters} reduce-scatters")
-
-# %%
-plots.alive({"by hand": ranks.get("kept.whole_bytes")[0]}, whole_model=ranks.get("model_bytes")[0])
+print(f"{kept.all_gathers} all-gathers, {kept.reduce_scatters} reduce-scatters; at the peak "
+      f"{kept.peak_whole_bytes / 2**10:.0f} KiB of full parameters, of {model_bytes / 2**10:.0f}")
 
 # %% [markdown]
-# Each of the four units is gathered once, and its gradients are reduced once. In the figure, each step up is a
-# block that is gathered in forward, and each step down is one that is freed after its backward. (The last layer
-# is too small to see.) The problem stands in the middle: nothing is freed between a block's forward and its
-# backward, so for a while every rank holds the **whole model**. If that does not fit on one GPU, this will not
+# Each of the four units is gathered and reduced once. The gradients and AdamW's averages, 12 of the 16 bytes, are
+# sharded already. The parameters are not: nothing is freed between a block's forward and its backward, so in the
+# middle of the step every rank holds those of the **whole model**. If they do not fit on one GPU, this will not
 # run either.
 #
 # ## Your turn 2 · Free, and gather again
 #
 # Write a unit whose full parameters exist only while they are used: free them after the layer's forward, and
 # gather them again just before its backward. `self.free()` and `self.gather()` do the work; you decide when.
-# For backward, `y.register_hook(f)` helps: it calls `f(grad)` as soon as the gradient of `y` is known, before
-# the layer that made `y` needs its parameters. Your target: no rank holds more than one block (130 KiB), and
-# the losses stay the same.
+# `y.register_hook(f)` helps: it calls `f(grad)` as soon as the gradient of `y` is known, before the layer that
+# made `y` needs its parameters. Your target: no rank holds more than one block (130 KiB), with the same losses.
 #
 # <details><summary>Hint</summary>
 #
-# Two lines between `y = ...` and `return y`. The hook must return `None`, or its result replaces the gradient.
+# Two lines between `y = ...` and `return y`. The hook gets one argument, the gradient, so pass a `lambda`, not
+# `self.gather`. It must return `None`, or its result replaces the gradient.
 #
 # </details>
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
+MISTAKES = {
+    "storage of size 0": "Backward read the full parameters while they were freed: a hook on `y` has to gather "
+    "them, and nothing may free them before the layer's backward is over.",
+    "takes 1 positional argument": "A hook gets one argument, the gradient: pass a `lambda` that calls "
+    "`self.gather()`.",
+}
+
+
 @turn(2, {
     "all-gathers in one step": exactly(
         8, less="Each unit should be gathered twice in a step: for forward and for backward.",
@@ -532,13 +566,23 @@ plots.alive({"by hand": ranks.get("kept.whole_bytes")[0]}, whole_model=ranks.get
 def score_units(MyUnit):
     units = [MyUnit(layer) for layer in build()]
     shards = [unit.shard for unit in units]
-    losses, meter = train(through(units), shards, steps=5), measure(through(units), shards)
+    if MyUnit(build()[0])(images[:6]) is None:
+        raise NotYet("`__call__` returned None: is a `return` missing?")
+    try:
+        losses, meter = train(through(units), shards, steps=5), measure(through(units), shards)
+    except (RuntimeError, TypeError) as error:
+        for words, sentence in MISTAKES.items():
+            if words in str(error):
+                raise NotYet(sentence) from None
+        raise
     return {
         "all-gathers in one step": meter.all_gathers,
         "full parameters at the peak, KiB": meter.peak_whole_bytes / 2**10,
         "losses that differ from one process's": int((~((losses - alone[:5]).abs() <= 1e-3)).sum()),
         "picture": Picture(
-            "alive", [{"kept": kept.whole_bytes, "yours": meter.whole_bytes}], {"whole_model": model_bytes}
+            "alive",
+            [{"kept": kept.whole_bytes, "yours": meter.whole_bytes}],
+            {"whole_model": model_bytes, "backward": [kept.in_forward, meter.in_forward]},
         ),
     }
 
@@ -557,7 +601,6 @@ class MyUnit(Unit):
         self.free()
         y.register_hook(lambda grad: self.gather())
         return y
-
 # %% tags=["right"] turn=2
 class MyUnit(Unit):
     def __call__(self, x):
@@ -565,7 +608,6 @@ class MyUnit(Unit):
         y.grad_fn.register_prehook(lambda grads: self.gather())
         self.free()
         return y
-
 # %% tags=["right"] turn=2
 from torch.autograd.graph import register_multi_grad_hook
 class MyUnit(Unit):
@@ -574,34 +616,26 @@ class MyUnit(Unit):
         register_multi_grad_hook((y,), lambda grads: self.gather())
         self.free()
         return y
-
 # %% tags=["right"] turn=2
-class Again(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y, unit):
-        ctx.unit = unit
-        unit.free()
-        return y.view_as(y)
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.unit.gather()
-        return grad, None
 class MyUnit(Unit):
     def __call__(self, x):
-        return Again.apply(super().__call__(x), self)
-
+        y = super().__call__(x)
+        def again(grad):
+            self.gather()
+            return grad
+        y.register_hook(again)
+        self.free()
+        return y
 # %% tags=["wrong"] turn=2 says="isn't freed"
 class MyUnit(Unit):
     def __call__(self, x):
         y = super().__call__(x)
         y.register_hook(lambda grad: self.gather())
         return y
-
 # %% tags=["wrong"] turn=2 says="gathered twice"
 class MyUnit(Unit):
     def __call__(self, x):
         return super().__call__(x)
-
 # %% tags=["wrong"] turn=2 says="backward works with other weights"
 class MyUnit(Unit):
     def __call__(self, x):
@@ -609,29 +643,48 @@ class MyUnit(Unit):
         self.free()
         y.register_hook(lambda grad: self.full.untyped_storage().resize_(self.full.nbytes).fill_(0) and None)
         return y
-
-# %% tags=["wrong"] turn=2 says="out of bounds for storage of size 0"
+# %% tags=["wrong"] turn=2 says="a hook on `y` has to gather"
 class MyUnit(Unit):
     def __call__(self, x):
         y = super().__call__(x)
         self.free()
         return y
+# %% tags=["wrong"] turn=2 says="nothing may free them"
+class MyUnit(Unit):
+    def __call__(self, x):
+        y = super().__call__(x)
+        self.free()
+        y.register_hook(lambda grad: self.gather() or self.free())
+        return y
+# %% tags=["wrong"] turn=2 says="gets one argument"
+class MyUnit(Unit):
+    def __call__(self, x):
+        y = super().__call__(x)
+        self.free()
+        y.register_hook(self.gather)
+        return y
+# %% tags=["wrong"] turn=2 says="is a `return` missing"
+class MyUnit(Unit):
+    def __call__(self, x):
+        y = super().__call__(x)
+        self.free()
+        y.register_hook(lambda grad: self.gather())
 
 # %% [markdown]
 # Your step is now the one in the drawing at the top. It has a **price**: each unit is gathered twice and its
 # gradients are reduced once, so the model passes through the network three times in a step. Under DDP it is
-# twice, because an `all_reduce` sends as much as one `reduce_scatter` and one `all_gather`. So FSDP sends 1.5
-# times as many bytes, if all is float32 and the collectives use the usual ring algorithms. GPUs can send much
-# of it while they compute: see [lesson 4](04_backward_prefetch.ipynb).
+# twice, as an `all_reduce` is one of each. So FSDP sends 1.5 times as many bytes, if all is float32 and the
+# collectives use the usual ring algorithms. GPUs can send much of it while they compute: see
+# [lesson 4](04_backward_prefetch.ipynb).
 #
 # ## PyTorch's own
 #
 # `fully_shard`, also called FSDP2, replaces each parameter of a layer by a shard, and adds hooks that gather,
-# free and reduce as you did. The last call, on the model, ties the layers together: without it, each layer
-# would count as a whole model, and a whole model stays gathered after forward. You can also ask for that, with
-# `reshard_after_forward=False`: one gather per step instead of two, for the memory of the whole model.
-#
-# The next cell trains with both settings, and measures a step of each.
+# free and reduce as you did. The last call, on the model, makes the model the outermost unit, the **root**. A
+# root is not freed after forward, because backward needs it first; without the last call each layer would be a
+# root, and none would be freed. You can ask for that, too, with `reshard_after_forward=False`: one gather per
+# step instead of two, for the memory of the whole model. The next cell trains with both settings, and measures
+# a step of each.
 
 # %% tags=["meter"]
 # %%ranks
@@ -644,8 +697,9 @@ def shard_layers(model, **options):
     return fully_shard(model, **options)
 
 
+settings = {"fully_shard, kept": {"reshard_after_forward": False}, "fully_shard": {}}
 meters = {"by hand, kept": kept}
-for name, options in {"fully_shard, kept": {"reshard_after_forward": False}, "fully_shard": {}}.items():
+for name, options in settings.items():
     model = shard_layers(build(), **options)
     torch.testing.assert_close(train(model, model.parameters()), alone, rtol=1e-4, atol=1e-4)
     meters[name] = measure(model, model.parameters())
@@ -655,20 +709,42 @@ for name, m in meters.items():
 curves = {name: m.whole_bytes for name, m in meters.items()}
 
 # %%
-plots.alive(ranks.get("curves")[0], whole_model=ranks.get("model_bytes")[0])
+begins = ranks.get("[m.in_forward for m in meters.values()]")[0]
+plots.alive(ranks.get("curves")[0], whole_model=ranks.get("model_bytes")[0], backward=begins)
 
 # %% [markdown]
 # The losses are those of one process again (the cell asserts it), and the collectives are those of your units:
 # four gathers where parameters are kept, eight where they are freed. Kept, the whole model exists at once, all
-# 392 KiB. Freed, at most 260 KiB do: two blocks, where turn 2 needs one. The third panel shows when. In forward,
-# on its left, one block exists at a time; in backward `fully_shard` gathers the next block before the present
-# one computes, so that a GPU need not wait for it. The buffers in which the pieces arrive come on top:
-# [lesson 1](01_transformer_wrapper.ipynb) counts them.
+# 392 KiB. Freed, at most 260 KiB do: two blocks, where turn 2 needs one. The third panel shows when. Left of the
+# line, in forward, one block exists at a time; in backward `fully_shard` gathers the next block before the
+# present one computes, so that a GPU need not wait for it.
+#
+# Two blocks are most of this model, but only because it has three. The next cell measures deeper ones, at last
+# with the buffers in which the pieces arrive. What is left with 32 blocks?
+
+# %% tags=["depth"]
+# %%ranks
+depths, shares = (3, 12, 32), {}
+for blocks in depths:
+    whole = sum(p.nbytes for p in build(blocks).parameters())
+    for name, options in settings.items():
+        deep = shard_layers(build(blocks), **options)
+        m = measure(deep, deep.parameters())
+        shares.setdefault(name, []).append(m.peak_whole_bytes / whole)
+    shares.setdefault("fully_shard, with its buffers", []).append(m.peak_gather_bytes / whole)
+print("share of the parameters, blocks:", *(f"{blocks:5}" for blocks in depths))
+for name, found in shares.items():
+    print(f"{name:32}", *(f"{share:5.0%}" for share in found))
+
+# %% [markdown]
+# **The deeper the model, the more FSDP saves**: `fully_shard` needs two blocks, three with the buffers, however
+# many there are. With 32 that is 6% of the parameters, or 9%, beside the quarter that a rank stores. Smaller
+# units save more: [lesson 1](01_transformer_wrapper.ipynb) chooses them.
 #
 # ## How do you know that it worked?
 #
-# Look at a parameter. `fully_shard` makes each one a `DTensor`, a tensor that knows its full shape and holds
-# this rank's piece. Then ask `check_sharding`, which lists the mistakes that it finds.
+# Look at a parameter, which should be a `DTensor`. Then ask `check_sharding`, which lists the mistakes that it
+# finds.
 
 # %%
 # %%ranks
@@ -680,33 +756,8 @@ print("mistakes:", check_sharding(model))
 
 # %% [markdown]
 # Each rank holds a quarter of the rows, and no mistake was found. In your script, call it on all ranks, as
-# `check_sharding(model, optimizer)`: then it also notices an optimizer that holds other parameters. Saving the
-# whole model takes a gather, too: [lesson 3](03_full_state_dict.ipynb).
-#
-# `Unit` cuts differently, because it lays the layer's parameters end to end. To see both cuts, fill each
-# parameter of a block with its own number, shard the block, and count the numbers on each rank.
-
-# %%
-# %%ranks
-def marked():
-    block = Block().to(device)
-    for number, parameter in enumerate(block.parameters(), start=1):
-        parameter.data.fill_(number)
-    return block
-
-
-names, flat_shard = [name for name, _ in Block().named_parameters()], Unit(marked()).shard
-held_flat = {name: int((flat_shard == number).sum()) for number, name in enumerate(names, start=1)}
-held_rows = {name: p.to_local().numel() for name, p in fully_shard(marked()).named_parameters()}
-
-# %%
-held = {"flat: by hand": ranks.get("held_flat"), "by rows: fully_shard": ranks.get("held_rows")}
-plots.shards({way: {name: [of[name] for of in each] for name in each[0]} for way, each in held.items()})
-
-# %% [markdown]
-# Each bar is a parameter. On the left, rank 0 holds whatever lies in the first quarter. FSDP1, the older class
-# `FullyShardedDataParallel`, cuts in this way too, and calls the flat tensor a `FlatParameter`. On the right,
-# every rank holds some rows of every parameter, so each parameter keeps its name and its `requires_grad`.
+# `check_sharding(model, optimizer)`: then it also notices an optimizer that holds other parameters. (`Unit` cuts
+# all parameters laid end to end, as FSDP1 does: [lesson 13](13_from_fsdp1_to_fsdp2.ipynb) draws both.)
 #
 # ## When the losses are not equal
 #
@@ -729,32 +780,39 @@ def weighted(logits, y):
     return mean(logits, y) * len(y) * world / 24
 
 
+def train_on(rows, loss_of, norm, sharded):                     # -> the first gradient, the trained model
+    model = nn.Sequential(norm(64), *build()).to(device)
+    for part in [*model[1:], model] if sharded else []:
+        fully_shard(part)
+    optimizer, first = torch.optim.AdamW(model.parameters()), None
+    for _ in range(20):
+        loss_of(model(images[rows]), labels[rows]).backward()
+        if first is None:
+            grads = [p.grad.full_tensor() if sharded else p.grad for p in model.parameters()]
+            first = torch.cat([grad.flatten() for grad in grads])
+        optimizer.step()
+        optimizer.zero_grad()
+    return first, model
+
+
 def compare(name, shares, loss_of=mean, reference=mean, norm=nn.Identity):
+    every = torch.cat(shares)                                   # what one process trains on
     found = []
-    for rows, loss in ((torch.arange(24, device=device), reference), (shares[rank], loss_of)):
-        model = nn.Sequential(norm(64), *build()).to(device)
-        if found:
-            for part in [*model[1:], model]:
-                fully_shard(part)
-        optimizer, first = torch.optim.AdamW(model.parameters()), None
-        for _ in range(20):
-            loss(model(images[rows]), labels[rows]).backward()
-            if first is None:
-                grads = [p.grad.full_tensor() if found else p.grad for p in model.parameters()]
-                first = torch.cat([g.flatten() for g in grads])
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append((first, mean(model(images[:24]), labels[:24]).item()))
-    (one, loss_one), (sharded, loss_sharded) = found
-    apart = float((sharded - one).norm() / one.norm())
+    for rows, loss, sharded in ((every, reference, False), (shares[rank], loss_of, True)):
+        gradient, model = train_on(rows, loss, norm, sharded)
+        found.append((gradient, mean(model(images[every]), labels[every]).item()))
+    (right, loss_right), (gradient, loss) = found
+    apart = float((gradient - right).norm() / right.norm())
     if rank == 0:
-        print(f"{name:26} gradient off by {apart:4.0%}, loss {loss_sharded:.3f} instead of {loss_one:.3f}")
-    return apart
+        print(f"{name:26} gradient off by {apart:4.0%}, loss {loss:.3f} instead of {loss_right:.3f}")
+    return apart, loss / loss_right
 
 
 off = [
     compare("equal shares", equal),
     compare("unequal shares", unequal),
+    compare("unequal, other samples", [rows + 100 for rows in unequal]),
+    compare("unequal, yet others", [rows + 500 for rows in unequal]),
     compare("unequal, weighted", unequal, weighted),
     compare("sum over the samples", equal, total, total),
     compare("BatchNorm", equal, norm=nn.BatchNorm1d),
@@ -762,36 +820,42 @@ off = [
 
 # %% tags=["check"]
 # %%ranks
-assert max(off[0], off[2]) < 1e-4
-assert min(off[1], off[4]) > 0.05
-assert abs(off[3] - (1 - 1 / world)) < 1e-3
+apart, higher = zip(*off)
+assert max(apart[0], apart[4]) < 1e-4
+assert min(*apart[1:4], apart[6]) > 0.05
+assert abs(apart[5] - (1 - 1 / world)) < 1e-3
+assert min(higher[1:4]) > (3 if world == 4 else 1)
+for of_blocks, name in ((2, "fully_shard"), (3, "fully_shard, with its buffers")):
+    for blocks, share in zip(depths, shares[name]):             # so many blocks, whatever the depth
+        assert abs(share * blocks / of_blocks - 1) < 0.05, (name, blocks, share)
 
 # %% [markdown]
-# The first row is the control: with equal shares, nothing differs.
+# With equal shares, nothing differs.
 #
 # - **Unequal shares**: a sample counts nine times as much on a rank with 2 as on the one with 18. After twenty
-#   steps the loss is ten times as high. The cure is the factor in `weighted`: the rank's samples times the
-#   world size, divided by all samples. For a language model, count tokens ([lesson 10](10_end_to_end.ipynb)).
-# - **A sum over the samples**: FSDP divides it by 4, so the gradient is a quarter of the right one, 75% off.
-#   The loss is right all the same, because AdamW divides by the size of the gradients, so that a constant
-#   factor nearly cancels. Equal losses under AdamW do not prove equal gradients: compare the gradients too.
-# - **BatchNorm** normalises a sample by the others in its batch, and a rank sees only its 6 of the 24.
-#   LayerNorm and RMSNorm, which transformers use, treat each sample by itself and have no such problem.
+#   steps the loss is ten times as high, and eight and four times with other samples. The cure is the factor in
+#   `weighted`: the rank's samples times the world size, divided by all samples. For a language model, count
+#   tokens ([lesson 10](10_end_to_end.ipynb)).
+# - **A sum over the samples**: FSDP divides it by 4, so the gradient is 75% off. The cure is to multiply the
+#   loss by the world size. The loss is right even without it, because AdamW divides by the size of the
+#   gradients; with SGD or gradient clipping it would not be. So equal losses do not prove equal gradients.
+# - **BatchNorm** normalises a sample by the others in its batch, and a rank sees only its 6 of the 24. Use
+#   LayerNorm or RMSNorm, as transformers do: they treat each sample by itself.
 #
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # | :-- | :-- | :-- |
-# | `setStorage: … out of bounds for storage of size 0` | your own unit is used while it is freed, as in turn 2 without the hook | gather before each use |
+# | `setStorage: … out of bounds for storage of size 0` | your own unit is used while it is freed | gather before each use |
 # | `got mixed torch.Tensor and DTensor` | you called `layer.forward(x)`, so the hooks that gather did not run | call the module: `layer(x)` |
 # | the loss does not fall, no error | the optimizer was made before `fully_shard`: its parameters are no longer the model's | make it after sharding |
-# | the loss is not that of one process, from the first step | other weights or samples, unequal shares, or a loss that is no mean over samples | the same seed, a sampler, a weight for each rank's loss |
+# | the loss is not that of one process, from the first step | each rank drew other weights (DDP copies rank 0's to all, `fully_shard` does not), or one of the cases above | the same seed before the model, or the cure above |
 # | the program hangs | one rank did not call a collective in which the others wait | call it on every rank; [lesson 15](15_when_it_hangs.ipynb) finds the line |
 #
 # ## The rule
 #
-# Use FSDP when 16 bytes per parameter (AdamW in float32) and the activations do not fit on one GPU. Call
-# `fully_shard` on each layer, then on the model; then make the optimizer. Give each rank equally many samples.
-# In a transformer the layers to call it on are its blocks, and lesson 1 shows why.
+# Use FSDP when 16 bytes per parameter (AdamW in float32), together with the activations, do not fit on one GPU.
+# Call `fully_shard` on each layer, then on the model; then make the optimizer. Give each rank equally many
+# samples. In a transformer the layers to call it on are its blocks, and lesson 1 shows why.
 #
 # [lesson 1 →](01_transformer_wrapper.ipynb)
