@@ -168,7 +168,8 @@ def alive(curves: Mapping[str, Sequence[int]], *, whole_model: int, backward: Se
         axes.set_xlabel("operations of one step")
         if backward:
             begin = backward[index]
-            axes.axvline(begin, ymax=0.8, color=INK, linestyle=":", linewidth=1)
+            axes.plot([begin, begin], [0, peak], color=CARD, linewidth=1.5)
+            axes.plot([begin, begin], [0, 100], color=INK, linestyle=":", linewidth=1.2)
             axes.set_xticks([begin / 2, (begin + len(percent)) / 2], ["forward", "backward"])
         axes.set_yticks([0, 50, 100], ["0", "50", "100"] if axes is panels[0] else [])
         axes.spines["left"].set_visible(False)

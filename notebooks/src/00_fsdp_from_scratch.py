@@ -41,10 +41,10 @@ lesson.card(
 # ## The script
 #
 # The usual way to train on several GPUs is DDP, *distributed data parallel*: each process has a copy of the
-# whole model and trains on its own samples, and the gradients are averaged over the processes. FSDP trains in
-# the same way, but stores less. This script trains one model with both, and prints the loss and what a process
-# stores. Look at two places: `shard`, which wraps the model, and the line that makes the optimizer, which must
-# come after it. (A `DTensor` is a parameter of which this process has a piece.)
+# whole model and trains on its own samples, and the gradients are averaged over the processes. FSDP does the
+# same, but stores less. This script trains one model with both. Look at two places: `shard`, which wraps the
+# model, and the line that makes the optimizer, which must come after it. (A `DTensor` is a parameter of which
+# this process has a piece.)
 #
 # Save it as `train.py`, then run `torchrun --nproc-per-node 4 train.py`. It takes four GPUs, or the CPU where
 # there is none; with fewer than four, put `CUDA_VISIBLE_DEVICES=""` in front.
@@ -208,7 +208,7 @@ UNEVEN, EVEN = 4 * world + 1, 4 * world
         True, "The shard has other elements than this rank's piece: append the zeros at the end, cut into equal "
         "pieces, and take piece number `rank`.",
     ),
-    "bytes it keeps alive beside its own": exactly(0, more="The shard is a view of a larger tensor: clone it."),
+    "bytes that it keeps alive beside its own": exactly(0, more="The shard is a view of a larger tensor: clone it."),
     "gathered tensor is right": exactly(True, "The gathered tensor is not the flat one with zeros at its end."),
     "all-gathers": exactly(1, less="Let `all_gather` rebuild the tensor.", more="One all_gather is enough."),
     "reduced gradient, of the mean": exactly(
@@ -231,7 +231,7 @@ def score_operations(shard, gather, reduce):
         f"elements of the shard, of {UNEVEN}": len(pieces[0]),
         f"elements of the shard, of {EVEN}": len(pieces[1]),
         "the shard is this rank's piece": right if as_long else None,
-        "bytes it keeps alive beside its own": max(p.untyped_storage().nbytes() - p.nbytes for p in pieces),
+        "bytes that it keeps alive beside its own": max(p.untyped_storage().nbytes() - p.nbytes for p in pieces),
     }
     reference = references[0]
     with Meter() as meter:
@@ -347,35 +347,28 @@ gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
 # %% tags=["wrong"] turn=1 says="larger than the mean"
 def shard(flat):
     return F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank].clone()
-gather = torch.clone
-def reduce(grad):
-    mine = grad.new_empty(len(grad) // world)
-    dist.reduce_scatter(mine, list(grad.chunk(world)))
-    return mine
+gather, reduce = torch.clone, lambda grad: world * grad.chunk(world)[rank]
 # %% tags=["wrong"] turn=1 says="No reduce_scatter"
 def shard(flat):
     return F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank].clone()
-gather = torch.clone
-def reduce(grad):
-    dist.all_reduce(grad)
-    return grad.chunk(world)[rank] / world
+gather, reduce = torch.clone, lambda grad: dist.all_reduce(grad) or grad.chunk(world)[rank] / world
 # %% tags=["wrong"] turn=1 says="`gather` returned a list"
 def shard(flat):
     return F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank].clone()
 gather, reduce = (lambda piece: [piece] * world), torch.clone
 
 # %% [markdown]
-# `reduce`, then `gather`, would give every rank the mean of all gradients: the two are DDP's collective,
-# `all_reduce`. FSDP stops after `reduce`, because a rank updates its own piece only.
+# `reduce`, then `gather`, would give every rank the mean of all gradients: DDP's collective, `all_reduce`, is the
+# two in one. FSDP stops after `reduce`, because a rank updates its own piece only.
 #
 # ## A layer on gathered weights
 #
-# Now a layer has to compute with these operations, and autograd has to follow. There are two problems.
+# Now a layer has to compute with these operations, and autograd has to follow.
 #
 # First, the layer needs its full parameters, but the optimizer must see only the shard. So the full parameters
 # must come from the shard by an operation that autograd can differentiate. That is `Gather` below: its forward
-# is an `all_gather`, and its backward is a `reduce_scatter`, which turns the gradient of the full parameters
-# into that of the shard. Autograd calls it once that gradient is complete, so it can also free them.
+# is an `all_gather`, and its backward a `reduce_scatter`, which turns the gradient of the full parameters into
+# that of the shard. Autograd calls it once that gradient is complete, so it can also free the parameters.
 #
 # Second, the full parameters must be freed after use, although autograd has saved them for backward. The bytes
 # of a tensor lie in its *storage*, and `resize_(0)` gives those back while the tensor itself stays. So `free`
@@ -544,8 +537,7 @@ print(f"{kept.all_gathers} all-gathers, {kept.reduce_scatters} reduce-scatters; 
 MISTAKES = {
     "storage of size 0": "Backward read the full parameters while they were freed: a hook on `y` has to gather "
     "them, and nothing may free them before the layer's backward is over.",
-    "takes 1 positional argument": "A hook gets one argument, the gradient: pass a `lambda` that calls "
-    "`self.gather()`.",
+    "takes 1 positional argument": "A hook gets one argument, the gradient: pass a `lambda`, not `self.gather`.",
 }
 
 
@@ -579,11 +571,9 @@ def score_units(MyUnit):
         "all-gathers in one step": meter.all_gathers,
         "full parameters at the peak, KiB": meter.peak_whole_bytes / 2**10,
         "losses that differ from one process's": int((~((losses - alone[:5]).abs() <= 1e-3)).sum()),
-        "picture": Picture(
-            "alive",
-            [{"kept": kept.whole_bytes, "yours": meter.whole_bytes}],
-            {"whole_model": model_bytes, "backward": [kept.in_forward, meter.in_forward]},
-        ),
+        "picture": Picture("alive", [{"kept": kept.whole_bytes, "yours": meter.whole_bytes}], {
+            "whole_model": model_bytes, "backward": [kept.in_forward, meter.in_forward],
+        }),
     }
 
 
@@ -609,11 +599,10 @@ class MyUnit(Unit):
         self.free()
         return y
 # %% tags=["right"] turn=2
-from torch.autograd.graph import register_multi_grad_hook
 class MyUnit(Unit):
     def __call__(self, x):
         y = super().__call__(x)
-        register_multi_grad_hook((y,), lambda grads: self.gather())
+        torch.autograd.graph.register_multi_grad_hook((y,), lambda grads: self.gather())
         self.free()
         return y
 # %% tags=["right"] turn=2
@@ -713,11 +702,11 @@ begins = ranks.get("[m.in_forward for m in meters.values()]")[0]
 plots.alive(ranks.get("curves")[0], whole_model=ranks.get("model_bytes")[0], backward=begins)
 
 # %% [markdown]
-# The losses are those of one process again (the cell asserts it), and the collectives are those of your units:
-# four gathers where parameters are kept, eight where they are freed. Kept, the whole model exists at once, all
-# 392 KiB. Freed, at most 260 KiB do: two blocks, where turn 2 needs one. The third panel shows when. Left of the
-# line, in forward, one block exists at a time; in backward `fully_shard` gathers the next block before the
-# present one computes, so that a GPU need not wait for it.
+# The losses are again those of one process (asserted), with the collectives of your units: four
+# gathers where parameters are kept, eight where they are freed. Kept, the whole model exists at once, all 392
+# KiB. Freed, at most 260 KiB do: two blocks, where turn 2 needs one. The third panel shows when. In forward one
+# block exists at a time; in backward `fully_shard` gathers the next block before the present one computes, so
+# that a GPU need not wait for it.
 #
 # Two blocks are most of this model, but only because it has three. The next cell measures deeper ones, at last
 # with the buffers in which the pieces arrive. What is left with 32 blocks?
@@ -732,14 +721,14 @@ for blocks in depths:
         m = measure(deep, deep.parameters())
         shares.setdefault(name, []).append(m.peak_whole_bytes / whole)
     shares.setdefault("fully_shard, with its buffers", []).append(m.peak_gather_bytes / whole)
-print("share of the parameters, blocks:", *(f"{blocks:5}" for blocks in depths))
+print("gathered at the peak; blocks:   ", *(f"{blocks:5}" for blocks in depths))
 for name, found in shares.items():
     print(f"{name:32}", *(f"{share:5.0%}" for share in found))
 
 # %% [markdown]
 # **The deeper the model, the more FSDP saves**: `fully_shard` needs two blocks, three with the buffers, however
-# many there are. With 32 that is 6% of the parameters, or 9%, beside the quarter that a rank stores. Smaller
-# units save more: [lesson 1](01_transformer_wrapper.ipynb) chooses them.
+# many there are. Of 32 that is 6%, or 9%, beside the quarter that a rank stores. Smaller units save more:
+# [lesson 1](01_transformer_wrapper.ipynb) chooses them.
 #
 # ## How do you know that it worked?
 #
@@ -756,8 +745,8 @@ print("mistakes:", check_sharding(model))
 
 # %% [markdown]
 # Each rank holds a quarter of the rows, and no mistake was found. In your script, call it on all ranks, as
-# `check_sharding(model, optimizer)`: then it also notices an optimizer that holds other parameters. (`Unit` cuts
-# all parameters laid end to end, as FSDP1 does: [lesson 13](13_from_fsdp1_to_fsdp2.ipynb) draws both.)
+# `check_sharding(model, optimizer)`: then it also notices an optimizer that holds other parameters. (FSDP1 cuts
+# as `Unit` does: [lesson 13](13_from_fsdp1_to_fsdp2.ipynb) draws both ways.)
 #
 # ## When the losses are not equal
 #
@@ -830,8 +819,6 @@ for of_blocks, name in ((2, "fully_shard"), (3, "fully_shard, with its buffers")
         assert abs(share * blocks / of_blocks - 1) < 0.05, (name, blocks, share)
 
 # %% [markdown]
-# With equal shares, nothing differs.
-#
 # - **Unequal shares**: a sample counts nine times as much on a rank with 2 as on the one with 18. After twenty
 #   steps the loss is ten times as high, and eight and four times with other samples. The cure is the factor in
 #   `weighted`: the rank's samples times the world size, divided by all samples. For a language model, count
@@ -839,8 +826,8 @@ for of_blocks, name in ((2, "fully_shard"), (3, "fully_shard, with its buffers")
 # - **A sum over the samples**: FSDP divides it by 4, so the gradient is 75% off. The cure is to multiply the
 #   loss by the world size. The loss is right even without it, because AdamW divides by the size of the
 #   gradients; with SGD or gradient clipping it would not be. So equal losses do not prove equal gradients.
-# - **BatchNorm** normalises a sample by the others in its batch, and a rank sees only its 6 of the 24. Use
-#   LayerNorm or RMSNorm, as transformers do: they treat each sample by itself.
+# - **BatchNorm** normalises a sample by the others in its batch, and a rank sees only 6 of the 24. LayerNorm and
+#   RMSNorm treat each sample by itself.
 #
 # ## When it goes wrong
 #
@@ -855,7 +842,7 @@ for of_blocks, name in ((2, "fully_shard"), (3, "fully_shard, with its buffers")
 # ## The rule
 #
 # Use FSDP when 16 bytes per parameter (AdamW in float32), together with the activations, do not fit on one GPU.
-# Call `fully_shard` on each layer, then on the model; then make the optimizer. Give each rank equally many
-# samples. In a transformer the layers to call it on are its blocks, and lesson 1 shows why.
+# Call `fully_shard` on each layer (in a transformer, each block), then on the model; then make the optimizer.
+# Give each rank equally many samples.
 #
 # [lesson 1 →](01_transformer_wrapper.ipynb)
