@@ -119,8 +119,8 @@ lesson.card(
 # - `all_gather` takes one piece from each rank, and gives every rank all the pieces, in the ranks' order.
 # - `reduce_scatter` takes a full tensor from each rank, adds these up, and gives each rank a piece of the sum.
 #
-# Try both. `ranks.start()` starts four processes behind this notebook, and a cell that begins with `%%ranks`
-# runs in all of them. The comments give the shapes.
+# `ranks.start()` starts four processes behind this notebook, and a cell that begins with `%%ranks` runs in all of
+# them. The comments give the shapes.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -477,7 +477,7 @@ def through(units):
 
 
 # %% [markdown]
-# First the plain model trains in one process, then the units do, each rank on its 6 of the 24 digits.
+# First the plain model trains in one process, then the units do on four ranks.
 
 # %% tags=["equality"]
 # %%ranks
@@ -670,10 +670,10 @@ class MyUnit(Unit):
 #
 # `fully_shard`, also called FSDP2, replaces each parameter of a layer by a shard, and adds hooks that gather,
 # free and reduce as you did. The last call, on the model, makes the model the outermost unit, the **root**. A
-# root is not freed after forward, because backward needs it first; without the last call each layer would be a
-# root, and none would be freed. You can ask for that, too, with `reshard_after_forward=False`: one gather per
-# step instead of two, for the memory of the whole model. The next cell trains with both settings, and measures
-# a step of each.
+# root's own parameters (here it has none) are not freed after forward, because backward needs them first.
+# Without the last call each layer would be a root, and none would be freed. You can ask for that, too, with
+# `reshard_after_forward=False`: one gather per step instead of two, for the memory of the whole model. The next
+# cell measures both settings.
 
 # %% tags=["meter"]
 # %%ranks
@@ -702,14 +702,14 @@ begins = ranks.get("[m.in_forward for m in meters.values()]")[0]
 plots.alive(ranks.get("curves")[0], whole_model=ranks.get("model_bytes")[0], backward=begins)
 
 # %% [markdown]
-# The losses are again those of one process (asserted), with the collectives of your units: four
-# gathers where parameters are kept, eight where they are freed. Kept, the whole model exists at once, all 392
-# KiB. Freed, at most 260 KiB do: two blocks, where turn 2 needs one. The third panel shows when. In forward one
-# block exists at a time; in backward `fully_shard` gathers the next block before the present one computes, so
-# that a GPU need not wait for it.
+# The losses are again those of one process (asserted), with the collectives of your units: four gathers where
+# parameters are kept, eight where they are freed. Kept, the whole model exists at once, all 392 KiB. Freed, at
+# most 260 KiB do: two blocks, where turn 2 needs one. The third panel shows when. In forward one block exists at
+# a time; in backward `fully_shard` gathers the next block before the present one computes, so that a GPU need
+# not wait for it.
 #
-# Two blocks are most of this model, but only because it has three. The next cell measures deeper ones, at last
-# with the buffers in which the pieces arrive. What is left with 32 blocks?
+# Two blocks are most of this model, but only because it has three. The next cell measures deeper ones, in its
+# last row with the buffers in which the pieces arrive. What is left with 32 blocks?
 
 # %% tags=["depth"]
 # %%ranks
@@ -754,9 +754,9 @@ print("mistakes:", check_sharding(model))
 # ranks**, so each rank's gradient counts the same. That is right if all ranks have equally many samples, and
 # each rank's loss is a mean over independent samples. Otherwise the gradients are wrong, and no error says so.
 #
-# The next cell tries five cases. `compare` trains twice on the same 24 samples, in one process and with
-# `fully_shard`. It prints how far the first gradient is from the right one, relative to its size, and the loss
-# after twenty steps. With unequal shares, rank 0 has 18 samples and the others have 2 each.
+# The next cell tries five cases, one of them on three sets of samples. `compare` trains twice on 24 samples, in
+# one process and with `fully_shard`. It prints how far the first gradient is from the right one, relative to its
+# size, and the loss after twenty steps. With unequal shares, rank 0 has 18 samples and the others have 2 each.
 
 # %% tags=["unequal"]
 # %%ranks
@@ -825,9 +825,9 @@ for of_blocks, name in ((2, "fully_shard"), (3, "fully_shard, with its buffers")
 #   tokens ([lesson 10](10_end_to_end.ipynb)).
 # - **A sum over the samples**: FSDP divides it by 4, so the gradient is 75% off. The cure is to multiply the
 #   loss by the world size. The loss is right even without it, because AdamW divides by the size of the
-#   gradients; with SGD or gradient clipping it would not be. So equal losses do not prove equal gradients.
-# - **BatchNorm** normalises a sample by the others in its batch, and a rank sees only 6 of the 24. LayerNorm and
-#   RMSNorm treat each sample by itself.
+#   gradients; with SGD it would not be. So equal losses do not prove equal gradients.
+# - **BatchNorm** normalises a sample by the others in its batch, and a rank sees only 6 of the 24. Use LayerNorm
+#   or RMSNorm, which treat each sample by itself.
 #
 # ## When it goes wrong
 #
