@@ -10,12 +10,11 @@ from PIL import Image
 
 from fsdp_utils.lessons import plots
 
-SHARDS = {"weight": [2, 2], "bias": [1, 1]}
 RUN = {"ranks": 2, "begun": 0, "points": [(2, 0), (5, 17)], "ended": 5, "killed": 1}
 # each takes a number that it draws
 FIGURES: dict[str, Callable[[int], Any]] = {
-    "shards": lambda n: plots.shards({"flat": {"weight": [n, 3], "bias": [0, 2]}, "by row": SHARDS}),
     "alive": lambda n: plots.alive({"one": [0, 100, 0], "many": [0, 20, 30 + n, 0]}, whole_model=100),
+    "alive, with backward": lambda n: plots.alive({"one": [0, 50, 0]}, whole_model=99, backward=[n]),
     "layers": lambda n: plots.layers(
         {"one": {"a": "x", "b": str(n)}, "two": {"a": "y", "b": "z"}}, above=["all"], below=["torch"], alt="a"
     ),

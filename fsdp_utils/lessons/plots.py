@@ -60,12 +60,12 @@ def show(fig: Figure, *, alt: str) -> Image:
 def life_of_a_unit(world_size: int = 4) -> Image:
     """Draw the parameters and gradients of one FSDP unit on each rank during a step: not a measurement."""
     moments = {
-        "at rest": ("mine", "none"),
-        "all_gather, forward": ("all", "none"),
-        "after forward": ("mine", "none"),
-        "all_gather again": ("all", "none"),
+        "shard, at rest": ("mine", "none"),
+        "gather, forward": ("all", "none"),
+        "free": ("mine", "none"),
+        "gather again": ("all", "none"),
         "backward": ("all", "all"),
-        "reduce_scatter": ("mine", "mine"),
+        "reduce, free": ("mine", "mine"),
     }
     ranks = range(world_size)
     fig, panels = figure(len(moments), width=9.6, height=0.42 * world_size + 1.1)
@@ -129,24 +129,6 @@ def life_of_a_run(starts: Sequence[Mapping[str, Any]], *, every: int, unit: str,
 
 
 @in_look
-def shards(layouts: Mapping[str, Mapping[str, Sequence[int]]]) -> Image:
-    """Draw the elements of each parameter that rank 0, 1, ... hold, in a panel for each way to shard."""
-    first = next(iter(layouts.values()))
-    names, world_size = list(first), len(next(iter(first.values())))
-    fig, panels = figure(len(layouts), width=2.6 * len(layouts) + 1.2, height=0.26 * len(names) + 1.1)
-    for axes, (title, parameters) in zip(panels, layouts.items(), strict=True):
-        for row, held in enumerate(parameters.values()):
-            shares = [numel / sum(held) for numel in held]
-            texts = [str(rank) if share > 0.08 else "" for rank, share in enumerate(shares)]
-            _bar(axes, row, shares, list(map(_color, range(len(held)))), texts=texts, height=0.86)
-        axes.set(title=title, xlim=(0, 1))
-        _rows(axes, names, shown=axes is panels[0])
-    _legend(fig, {f"rank {rank}": _color(rank) for rank in range(world_size)})
-    alt = f"The part of each parameter that each of {world_size} ranks holds: {', '.join(layouts)}."
-    return show(fig, alt=alt)
-
-
-@in_look
 def amounts(panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, unit: str, alt: str = "") -> Image:
     """Draw several amounts of the same ways to train, each in a panel with its scale.
 
@@ -169,10 +151,11 @@ def amounts(panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, unit: st
 
 
 @in_look
-def alive(curves: Mapping[str, Sequence[int]], *, whole_model: int) -> Image:
+def alive(curves: Mapping[str, Sequence[int]], *, whole_model: int, backward: Sequence[int] = ()) -> Image:
     """Draw the share of the model that is gathered at each moment of a training step, by way to shard.
 
-    A curve has the bytes of gathered parameters that were alive after each operation of the step.
+    A curve has the bytes of gathered parameters that were alive after each operation of the step; `backward`
+    has, for each curve, the number of operations before its backward, where a line is drawn.
     """
     fig, panels = figure(len(curves), width=2.0 * len(curves) + 0.6, height=2.5)
     for index, (axes, (title, curve)) in enumerate(zip(panels, curves.items(), strict=True)):
@@ -183,6 +166,11 @@ def alive(curves: Mapping[str, Sequence[int]], *, whole_model: int) -> Image:
         axes.text(len(percent) / 2, peak + 3, f"peak {peak:.0f}%", ha="center", fontweight="bold")
         axes.set(title=title, ylim=(0, 125), xlim=(0, len(percent)), xticks=[])
         axes.set_xlabel("operations of one step")
+        if backward:
+            begin = backward[index]
+            axes.plot([begin, begin], [0, peak], color=CARD, linewidth=1.5)
+            axes.plot([begin, begin], [0, 100], color=INK, linestyle=":", linewidth=1.2)
+            axes.set_xticks([begin / 2, (begin + len(percent)) / 2], ["forward", "backward"])
         axes.set_yticks([0, 50, 100], ["0", "50", "100"] if axes is panels[0] else [])
         axes.spines["left"].set_visible(False)
         axes.tick_params(length=0)

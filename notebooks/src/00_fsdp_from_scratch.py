@@ -1,9 +1,20 @@
 # %% [markdown]
 # # 0 · FSDP from scratch
 #
-# What does FSDP do in one training step? **It rebuilds the parameters of a layer with `all_gather` before the
-# layer is used, frees them afterwards, and leaves each rank its piece of the averaged gradients with
-# `reduce_scatter`; so a rank keeps `1 / world_size` of parameters, gradients and optimizer state.**
+# Your model trains on one GPU until its parameters, gradients and optimizer state no longer fit. FSDP, *fully
+# sharded data parallel*, trains it on several GPUs, each of which stores only a piece of all three. What does
+# it do in one training step? **FSDP gathers a layer's parameters just before the layer computes, frees them
+# afterwards, and averages each gradient into the piece that a GPU owns: each of N GPUs stores 1/N, and sends
+# 1.5 times as many bytes as if it stored all.** In PyTorch that takes four lines:
+#
+# ```python
+# for layer in model:
+#     fully_shard(layer)
+# fully_shard(model)
+# optimizer = torch.optim.AdamW(model.parameters())
+# ```
+#
+# In the script below they reduce what each of four processes stores from 8,224 KiB to 2,056.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -11,22 +22,32 @@ from fsdp_utils.lessons import lesson, plots
 plots.life_of_a_unit(4)
 
 # %% [markdown]
-# A drawing of one layer on four processes, from left to right through one step. Each colour is a quarter of
-# the layer's parameters. The layer is complete on every process twice, for forward and for backward.
+# This drawing follows one layer through one training step on four GPUs, one per row. A GPU is called by its
+# number, its *rank*, and each colour is a quarter of the layer's parameters. At rest each rank has its **shard**,
+# a quarter. For forward, and again for backward, it must **gather** all four; in between it can **free** the
+# other three. At the end the ranks **reduce** the gradients: each gets the average of its own quarter, which is
+# all that AdamW needs to update that quarter. You will use `fully_shard`, then write these four operations
+# yourself, and see that both do the same.
 
 # %% tags=["card"]
 lesson.card(
     0,
-    learn="write shard, gather, reduce and free; know when FSDP's losses are not those of one process",
+    learn="write the four operations of an FSDP step; shard your own model; know when its gradients are wrong",
     needs="a training loop in PyTorch that you could write; no GPU",
-    minutes=(1, 16, 25),
+    minutes=(1, 22, 24),
 )
 
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It needs four GPUs, or none, and trains
-# one model twice in four processes: copied to each (DDP, distributed data parallel), and sharded.
+# The usual way to train on several GPUs is DDP, *distributed data parallel*: each process has a copy of the
+# whole model and trains on its own samples, and the gradients are averaged over the processes. FSDP does the
+# same, but stores less. This script trains one model with both. Look at two places: `shard`, which wraps the
+# model, and the line that makes the optimizer, which must come after it. (A `DTensor` is a parameter of which
+# this process has a piece.)
+#
+# Save it as `train.py`, then run `torchrun --nproc-per-node 4 train.py`. It takes four GPUs, or the CPU where
+# there is none; with fewer than four, put `CUDA_VISIBLE_DEVICES=""` in front.
 #
 # ```python
 # import torch
@@ -40,58 +61,66 @@ lesson.card(
 # device = "cuda" if torch.cuda.is_available() else "cpu"
 # dist.init_process_group("nccl" if device == "cuda" else "gloo")
 # if device == "cuda":
-#     torch.cuda.set_device(dist.get_node_local_rank())
-# mesh = init_device_mesh(device, (dist.get_world_size(),))  # all ranks; without it a Mac takes its GPU
+#     torch.cuda.set_device(dist.get_node_local_rank())      # each process has its own GPU
+# mesh = init_device_mesh(device, (dist.get_world_size(),))  # all processes share it; else a Mac takes its GPU
 #
 #
 # def shard(model):
-#     for part in [*model, model]:                           # each layer is a unit; the model comes last
-#         fully_shard(part, mesh=mesh)
-#     return model
+#     for layer in model:                                    # each layer is gathered and freed by itself
+#         fully_shard(layer, mesh=mesh)
+#     return fully_shard(model, mesh=mesh)                   # the model comes last
+#
+#
+# def nbytes(tensor):                                        # of a DTensor, the bytes of this process's piece
+#     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 #
 #
 # for name, prepare in [("DDP", DistributedDataParallel), ("fully_shard", shard)]:
-#     torch.manual_seed(0)                                   # the same weights on every rank
+#     torch.manual_seed(0)                                   # the same weights in every process
 #     model = prepare(nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]).to(device))
-#     optimizer = torch.optim.AdamW(model.parameters())      # after sharding: the parameters are shards now
-#     torch.manual_seed(1 + dist.get_rank())                 # other samples on each rank
+#     optimizer = torch.optim.AdamW(model.parameters())      # after sharding: it must hold the pieces
+#     torch.manual_seed(1 + dist.get_rank())                 # other samples in each process
 #     for step in range(10):
 #         optimizer.zero_grad()
 #         x = torch.randn(32, 256, device=device)            # your data
 #         loss = (model(x) - x).square().mean()
 #         loss.backward()
 #         optimizer.step()
-#     averages = [t for state in optimizer.state.values() for t in (state["exp_avg"], state["exp_avg_sq"])]
-#     held = [*model.parameters(), *(p.grad for p in model.parameters()), *averages]
-#     kib = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in held) / 2**10
-#     dist.all_reduce(loss.detach_())                        # the sum over the ranks
+#     kib = 0
+#     for p in model.parameters():                           # with its gradient and AdamW's two averages
+#         kib += sum(map(nbytes, (p, p.grad, *optimizer.state[p].values()))) / 2**10
+#     loss = loss.detach() / dist.get_world_size()
+#     dist.all_reduce(loss)                                  # adds up over the processes: now it is the mean
 #     if dist.get_rank() == 0:
-#         print(f"{name:11}  loss {loss.item() / dist.get_world_size():.4f}, a rank holds {kib:,.0f} KiB")
+#         print(f"{name:11}  loss {loss.item():.4f}, a process stores {kib:,.0f} KiB")
 # dist.destroy_process_group()
 # ```
 # ```text
-# DDP          loss 0.9676, a rank holds 8,224 KiB
-# fully_shard  loss 0.9676, a rank holds 2,056 KiB
+# DDP          loss 0.9676, a process stores 8,224 KiB
+# fully_shard  loss 0.9676, a process stores 2,056 KiB
 # ```
 #
-# Each process is called a **rank** and has a number, 0 to 3; the **world size** is 4. Both ways give each
-# rank its own samples, and both end at the same loss. The model has 526,336 parameters in float32. Training
-# keeps 16 bytes for each of them: 4 for the parameter, 4 for its gradient, 8 for AdamW's two averages. That
-# is 8,224 KiB under DDP, and a quarter under FSDP. For a model of 8 billion parameters it is 119 GiB, or 15
-# GiB on each of 8 GPUs. Activations, the results that backward needs, come on top: they grow with the samples
-# of the rank, and FSDP does not shard them. Nor are DDP's buckets counted, by default a second copy of the
-# gradients, or what exists only during a step. The rest of the lesson builds `fully_shard`, so that you see
-# both what it saves and what it costs.
+# The losses are equal, because both train the same model on the same samples. The bytes are not. The model has
+# 526,336 parameters in float32, and training takes 16 bytes for each: 4 for the parameter, 4 for its gradient,
+# and 8 for the two averages that AdamW keeps. Under DDP each process stores all of that, 8,224 KiB, plus the
+# buffers from which DDP sends gradients, which the script does not count. Under FSDP it stores a quarter.
+#
+# The same sum tells you **when you need FSDP**. For a model of 8 billion parameters, 16 bytes each are 119 GiB,
+# more than a GPU of 80 GB has; over 8 GPUs it is 15 GiB on each. Leave room for the layers that are gathered at
+# the moment, with their full gradients, and for the activations (what forward saves for backward), which grow
+# with the batch and are not sharded. If everything fits on one GPU, DDP is simpler and sends less.
 #
 # ## Two collectives
 #
-# A **collective** is a call that all ranks make together. Ranks talk through a **process group**, whose bytes
-# are sent by a *backend*: gloo on CPUs, NCCL on NVIDIA GPUs. FSDP needs two collectives. `all_gather` takes a
-# piece from each rank and gives all pieces to every rank. `reduce_scatter` takes a full tensor from each
-# rank, adds them up, and gives each rank one piece of the sum.
+# The ranks exchange data by **collectives**, operations that all of them call together. They do so within a
+# **process group**, for which `gloo` moves the bytes between CPUs, or NCCL between NVIDIA GPUs; the number of
+# ranks is the **world size**. FSDP needs two collectives, one to gather and one to reduce:
 #
-# A cell that begins with `%%ranks` runs on every rank, here four processes on your CPU. In the comments,
-# `f32[2]` is a float32 tensor of two elements.
+# - `all_gather` takes one piece from each rank, and gives every rank all the pieces, in the ranks' order.
+# - `reduce_scatter` takes a full tensor from each rank, adds these up, and gives each rank a piece of the sum.
+#
+# `ranks.start()` starts four processes behind this notebook, and a cell that begins with `%%ranks` runs in all of
+# them. The comments give the shapes.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -109,34 +138,44 @@ rank, world = dist.get_rank(), dist.get_world_size()
 on_gpu = torch.cuda.is_available()
 device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
-piece = torch.full((2,), float(rank), device=device)            # f32[2], other values on each rank
-full = torch.empty(2 * world, device=device)                    # f32[2 * world]
-dist.all_gather(list(full.chunk(world)), piece)                 # on every rank, or the others wait
-
-own = torch.arange(2.0 * world, device=device) * (rank + 1)     # f32[2 * world], other values on each rank
-mine = torch.empty(2, device=device)                            # f32[2]
-dist.reduce_scatter(mine, list(own.chunk(world)))               # the sum over the ranks
-
+piece = torch.full((2,), rank, device=device)                   # [2], other values on each rank
+full = piece.new_empty(2 * world)                               # [2 * world]
+dist.all_gather_single(full, piece)                             # before PyTorch 2.13: all_gather_into_tensor
 print(f"all_gather:     {piece.tolist()} -> {full.tolist()}")
+
+own = torch.arange(2 * world, device=device) * (rank + 1)       # [2 * world], other values on each rank
+mine = own.new_empty(2)                                         # [2]
+dist.reduce_scatter_single(mine, own)                           # before PyTorch 2.13: reduce_scatter_tensor
 print(f"reduce_scatter: {own.tolist()} -> {mine.tolist()}")
 
 # %% [markdown]
-# After `all_gather` every rank has the same. After `reduce_scatter`, rank 0 has the sums of everybody's first
-# two numbers, rank 1 of the next two.
+# After `all_gather`, every rank has the same eight numbers, two from each. For `reduce_scatter`, read the four
+# long lists from top to bottom: their first two columns add up to 0 and 10, which rank 0 gets, and rank 1 gets
+# the sums of the next two.
 #
 # ## Your turn 1 · Shard, gather, reduce
 #
-# Write the three operations on one flat tensor. `shard(flat)` returns this rank's piece; the pieces are
-# equally long, so pad the tensor with zeros at its end, with as few as possible. The full tensor must be able
-# to leave memory afterwards. `gather(piece)` returns the padded tensor on every rank. `reduce(grad)` gets a
-# padded gradient that comes from this rank's samples, and returns this rank's piece of the mean over all
-# ranks. `rank`, `world`, `dist` and `F` are given. The turn calls each function once; the length of `flat` is
-# not a multiple of the world size.
+# Write three of the four operations, for one flat tensor; free is for turn 2. `torch`, `dist`, `F`, `rank` and
+# `world` are given.
 #
-# <details><summary>Hint</summary>
+# - `shard(flat)` returns this rank's piece. All pieces must be equally long, so first append zeros, but no more
+#   than needed. The piece must own its memory, so that the full tensor can be freed.
+# - `gather(piece)` returns the full tensor, with its zeros, on every rank.
+# - `reduce(grad)` gets a full gradient, which differs from rank to rank. It returns this rank's piece of the
+#   **mean** over the ranks.
 #
-# `-len(flat) % world` is the number of zeros, and `F.pad(flat, (0, n))` appends them. `chunk` returns views,
-# and a view keeps the storage of the whole tensor alive.
+# The turn tries `shard` with 17 numbers and with 16: on four ranks, a piece then has 5 numbers, or 4. The row
+# “reduced gradient, of the mean” is your result, divided by the right one.
+#
+# <details><summary>Hint: the zeros</summary>
+#
+# `-len(flat) % world` zeros are missing, none where the length divides. `F.pad(flat, (0, n))` appends n of them.
+#
+# </details>
+#
+# <details><summary>Hint: the memory</summary>
+#
+# `chunk` returns views, and a view keeps the memory of the whole tensor alive.
 #
 # </details>
 
@@ -149,17 +188,27 @@ from fsdp_utils.lessons.your_turn import NotYet, Picture, at_most, exactly, turn
 def tensor_of(name, value):
     if not isinstance(value, torch.Tensor):
         raise NotYet(f"`{name}` returned a {type(value).__name__}: return one tensor.")
+    if value.ndim != 1:
+        raise NotYet(f"`{name}` returned a tensor of {value.ndim} dimensions: return one dimension.")
     return value
 
 
-LONGER = "The shard has more elements than needed: pad to the next multiple of the world size, then cut."
+MISSING = "Elements are missing in the shard: pad before you cut."
+UNEVEN, EVEN = 4 * world + 1, 4 * world
 
 
 @turn(1, {
-    "elements of the shard": exactly(
-        5, less="Elements are missing in the shard: pad before you cut.", more=LONGER
+    f"elements of the shard, of {UNEVEN}": exactly(
+        5, less=MISSING, more="The shard has more elements than needed: pad to the next multiple of `world`."
     ),
-    "bytes that the shard keeps alive": at_most(20, "The shard is a view of the full tensor: clone it."),
+    f"elements of the shard, of {EVEN}": exactly(
+        4, less=MISSING, more=f"{EVEN} numbers can be cut into equal pieces: append no zeros to them."
+    ),
+    "the shard is this rank's piece": exactly(
+        True, "The shard has other elements than this rank's piece: append the zeros at the end, cut into equal "
+        "pieces, and take piece number `rank`.",
+    ),
+    "bytes that it keeps alive beside its own": exactly(0, more="The shard is a view of a larger tensor: clone it."),
     "gathered tensor is right": exactly(True, "The gathered tensor is not the flat one with zeros at its end."),
     "all-gathers": exactly(1, less="Let `all_gather` rebuild the tensor.", more="One all_gather is enough."),
     "reduced gradient, of the mean": exactly(
@@ -172,16 +221,21 @@ LONGER = "The shard has more elements than needed: pad to the next multiple of t
     ),
 })
 def score_operations(shard, gather, reduce):
-    flat = torch.arange(1.0, 4 * world + 2, device=device)
-    padded = F.pad(flat, (0, world - 1))
-    piece = tensor_of("shard", shard(flat.clone()))
-    reference = padded.chunk(world)[rank]
+    flats = [torch.arange(1.0, n + 1, device=device) for n in (UNEVEN, EVEN)]
+    pieces = [tensor_of("shard", shard(flat.clone())) for flat in flats]
+    padded = F.pad(flats[0], (0, world - 1))
+    references = [whole.chunk(world)[rank] for whole in (padded, flats[1])]
+    as_long = all(map(lambda a, b: a.shape == b.shape, pieces, references))
+    right = as_long and all(map(lambda a, b: bool((a == b).all()), pieces, references))
     values = {
-        "elements of the shard": piece.numel(),
-        "bytes that the shard keeps alive": piece.untyped_storage().nbytes(),
+        f"elements of the shard, of {UNEVEN}": len(pieces[0]),
+        f"elements of the shard, of {EVEN}": len(pieces[1]),
+        "the shard is this rank's piece": right if as_long else None,
+        "bytes that it keeps alive beside its own": max(p.untyped_storage().nbytes() - p.nbytes for p in pieces),
     }
+    reference = references[0]
     with Meter() as meter:
-        full = tensor_of("gather", gather(reference.clone()))
+        full = tensor_of("gather", gather(pieces[0] if right else reference.clone()))
         right = full.shape == padded.shape and bool((full == padded).all())
     values |= {"gathered tensor is right": right, "all-gathers": meter.all_gathers}
     with Meter() as meter:
@@ -197,16 +251,16 @@ def score_operations(shard, gather, reduce):
 
 # %%
 # %%turn 1
-def shard(flat):                                # f32[n] -> f32[ceil(n / world)]
-    return None                                 # your lines here
+def shard(flat):                                # [n] -> [m], where m * world is n or a little more
+    return None                                 # your lines here: pad, cut, copy
 
 
-def gather(piece):                              # f32[m] -> f32[m * world]
-    return None                                 # your lines here
+def gather(piece):                              # [m] -> [m * world]
+    return None                                 # your lines here: one all_gather
 
 
-def reduce(grad):                               # f32[m * world] -> f32[m]
-    return None                                 # your lines here
+def reduce(grad):                               # [m * world] -> [m]
+    return None                                 # your lines here: one reduce_scatter, then the mean
 
 
 # %% tags=["solution"] turn=1
@@ -217,27 +271,25 @@ def shard(flat):
 
 def gather(piece):
     full = piece.new_empty(len(piece) * world)
-    dist.all_gather(list(full.chunk(world)), piece)
+    dist.all_gather_single(full, piece)
     return full
 
 
 def reduce(grad):
     mine = grad.new_empty(len(grad) // world)
-    dist.reduce_scatter(mine, list(grad.chunk(world)))
+    dist.reduce_scatter_single(mine, grad)
     return mine / world
-
 # %% tags=["right"] turn=1
-def shard(flat):                                # one tensor for all pieces
+def shard(flat):                                # a list of pieces
     return F.pad(flat, (0, -len(flat) % world)).view(world, -1)[rank].clone()
 def gather(piece):
-    full = piece.new_empty(world * len(piece))
-    dist.all_gather_single(full, piece)
-    return full
+    pieces = [torch.empty_like(piece) for _ in range(world)]
+    dist.all_gather(pieces, piece)
+    return torch.cat(pieces)
 def reduce(grad):
     mine = torch.empty_like(grad[: len(grad) // world])
-    dist.reduce_scatter_single(mine, grad / world)
+    dist.reduce_scatter(mine, list((grad / world).chunk(world)))
     return mine
-
 # %% tags=["right"] turn=1
 import torch.distributed._functional_collectives as funcol
 def shard(flat):                                # functional collectives
@@ -250,7 +302,6 @@ def gather(piece):
     return funcol.all_gather_tensor(piece, 0, dist.group.WORLD)
 def reduce(grad):
     return funcol.reduce_scatter_tensor(grad, "sum", 0, dist.group.WORLD) / world
-
 # %% tags=["right"] turn=1
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
@@ -261,77 +312,71 @@ def gather(piece):
     return DTensor.from_local(piece, mesh, [Shard(0)]).full_tensor()
 def reduce(grad):
     return DTensor.from_local(grad, mesh, [Partial()]).redistribute(mesh, [Shard(0)]).to_local() / world
-
 # %% tags=["wrong"] turn=1 says="clone it"
 def shard(flat):
     return F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank]
-def gather(piece):
-    full = piece.new_empty(len(piece) * world)
-    dist.all_gather(list(full.chunk(world)), piece)
-    return full
-def reduce(grad):
-    mine = grad.new_empty(len(grad) // world)
-    dist.reduce_scatter(mine, list(grad.chunk(world)))
-    return mine / world
-
-# %% tags=["wrong"] turn=1 says="larger than the mean"
-def shard(flat):
-    return F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank].clone()
-def gather(piece):
-    full = piece.new_empty(len(piece) * world)
-    dist.all_gather(list(full.chunk(world)), piece)
-    return full
-def reduce(grad):
-    mine = grad.new_empty(len(grad) // world)
-    dist.reduce_scatter(mine, list(grad.chunk(world)))
-    return mine
-
-# %% tags=["wrong"] turn=1 says="No reduce_scatter"
-def shard(flat):
-    return F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank].clone()
-def gather(piece):
-    full = piece.new_empty(len(piece) * world)
-    dist.all_gather(list(full.chunk(world)), piece)
-    return full
-def reduce(grad):
-    dist.all_reduce(grad)
-    return grad.chunk(world)[rank] / world
-
+gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
 # %% tags=["wrong"] turn=1 says="pad before you cut"
 def shard(flat):
     return flat[: len(flat) // world * world].chunk(world)[rank].clone()
-def gather(piece):
-    full = piece.new_empty(len(piece) * world)
-    dist.all_gather(list(full.chunk(world)), piece)
-    return full
-def reduce(grad):
-    mine = grad.new_empty(len(grad) // world)
-    dist.reduce_scatter(mine, list(grad.chunk(world)))
-    return mine / world
-
+gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
+# %% tags=["wrong"] turn=1 says="pad to the next multiple"
+def shard(flat):
+    return F.pad(flat, (0, world)).chunk(world)[rank].clone()
+gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
+# %% tags=["wrong"] turn=1 says="append no zeros"
+def shard(flat):
+    return F.pad(flat, (0, world - len(flat) % world)).chunk(world)[rank].clone()
+gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
+# %% tags=["wrong"] turn=1 says="other elements than"
+def shard(flat):
+    return flat.new_zeros(-(-len(flat) // world))
+gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
+# %% tags=["wrong"] turn=1 says="other elements than"
+def shard(flat):
+    return F.pad(flat, (0, -len(flat) % world)).chunk(world)[0].clone()
+gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
+# %% tags=["wrong"] turn=1 says="other elements than"
+def shard(flat):
+    return F.pad(flat, (0, -len(flat) % world))[rank::world].clone()
+gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
+# %% tags=["wrong"] turn=1 says="other elements than"
+def shard(flat):
+    return F.pad(flat, (-len(flat) % world, 0)).chunk(world)[rank].clone()
+gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
+# %% tags=["wrong"] turn=1 says="larger than the mean"
+def shard(flat):
+    return F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank].clone()
+gather, reduce = torch.clone, lambda grad: world * grad.chunk(world)[rank]
+# %% tags=["wrong"] turn=1 says="No reduce_scatter"
+def shard(flat):
+    return F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank].clone()
+gather, reduce = torch.clone, lambda grad: dist.all_reduce(grad) or grad.chunk(world)[rank] / world
 # %% tags=["wrong"] turn=1 says="`gather` returned a list"
 def shard(flat):
     return F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank].clone()
-def gather(piece):
-    pieces = [torch.empty_like(piece) for _ in range(world)]
-    dist.all_gather(pieces, piece)
-    return pieces
-def reduce(grad):
-    return grad
+gather, reduce = (lambda piece: [piece] * world), torch.clone
 
 # %% [markdown]
-# `reduce` and then `gather` would be DDP's `all_reduce`: the mean of all gradients, on every rank. FSDP stops
-# after `reduce`, because a rank updates its own piece only.
+# `reduce`, then `gather`, would give every rank the mean of all gradients: DDP's collective, `all_reduce`, is the
+# two in one. FSDP stops after `reduce`, because a rank updates its own piece only.
 #
 # ## A layer on gathered weights
 #
-# The parameters that are gathered together are called a **unit**. Our unit is a layer. It keeps its **shard**
-# of the flattened parameters, which the optimizer updates, and one tensor `full`, whose *storage* (the bytes
-# behind a tensor) is emptied by `free` and filled by `gather`.
+# Now a layer has to compute with these operations, and autograd has to follow.
 #
-# `Gather` is FSDP for autograd: forward gathers, and backward turns the gradient of the full parameters into
-# that of the shard. `functional_call` runs the layer with other tensors in place of its parameters. The layer
-# itself stays on the *meta device*, with shapes and no memory.
+# First, the layer needs its full parameters, but the optimizer must see only the shard. So the full parameters
+# must come from the shard by an operation that autograd can differentiate. That is `Gather` below: its forward
+# is an `all_gather`, and its backward a `reduce_scatter`, which turns the gradient of the full parameters into
+# that of the shard. Autograd calls it once that gradient is complete, so it can also free the parameters.
+#
+# Second, the full parameters must be freed after use, although autograd has saved them for backward. The bytes
+# of a tensor lie in its *storage*, and `resize_(0)` gives those back while the tensor itself stays. So `free`
+# empties the storage, and `gather` fills it again before anybody reads it. Autograd would object, because it
+# refuses a saved tensor that was changed since. So it gets `full.data`: the same storage, but changes of `full`
+# are not counted for it.
+#
+# What is gathered and freed together is called a **unit**. Here each layer is a unit.
 
 # %%
 # %%ranks
@@ -340,32 +385,32 @@ from torch.func import functional_call
 
 class Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, shard, unit):                              # f32[m]
-        unit.gather()
+    def forward(ctx, shard, unit):                              # [m]
         ctx.unit = unit
-        return unit.full.data                                   # f32[m * world]
+        unit.gather()
+        return unit.full.data                                   # [m * world]; refills are no changes of it
 
     @staticmethod
-    def backward(ctx, grad):                                    # f32[m * world], from this rank's samples
-        ctx.unit.free()                                         # backward has used the parameters
-        mine = torch.empty_like(ctx.unit.shard)                 # f32[m]
-        dist.reduce_scatter(mine, list(grad.chunk(world)))
-        return mine / world, None                               # the mean; None: `unit` is no tensor
+    def backward(ctx, grad):                                    # [m * world], from this rank's samples
+        ctx.unit.free()                                         # the layer's backward is over
+        mine = torch.empty_like(ctx.unit.shard)                 # [m]
+        dist.reduce_scatter_single(mine, grad)
+        return mine / world, None                               # the mean; None: `unit` has no gradient
 
 
 class Unit:
     def __init__(self, layer):
         self.shapes = {name: p.shape for name, p in layer.named_parameters()}
         flat = torch.cat([p.detach().flatten() for p in layer.parameters()])
-        flat = F.pad(flat, (0, -len(flat) % world))             # f32[m * world]
-        self.shard = flat.chunk(world)[rank].clone().requires_grad_()           # f32[m]
-        self.full = torch.empty_like(flat)                      # f32[m * world]
-        self.layer = layer.to("meta")
+        flat = F.pad(flat, (0, -len(flat) % world))             # [m * world]
+        self.shard = flat.chunk(world)[rank].clone().requires_grad_()           # [m]
+        self.full = torch.empty_like(flat)                      # [m * world]
+        self.layer = layer.to("meta")                           # code and shapes, without bytes
         self.free()
 
     def gather(self):
         self.full.untyped_storage().resize_(self.full.nbytes)
-        dist.all_gather(list(self.full.data.chunk(world)), self.shard.data)
+        dist.all_gather_single(self.full, self.shard.data)
 
     def free(self):
         self.full.untyped_storage().resize_(0)
@@ -373,23 +418,25 @@ class Unit:
     def __call__(self, x):
         full = Gather.apply(self.shard, self)
         sizes = [shape.numel() for shape in self.shapes.values()]
-        pieces = full[: sum(sizes)].split(sizes)                # without the padding
-        shaped = zip(self.shapes.items(), pieces)
-        return functional_call(self.layer, {name: p.view(shape) for (name, shape), p in shaped}, x)
+        pieces = full[: sum(sizes)].split(sizes)                # cut off the zeros, then cut by parameter
+        parameters = {name: piece.view(self.shapes[name]) for name, piece in zip(self.shapes, pieces)}
+        return functional_call(self.layer, parameters, x)
 
 
 # %% [markdown]
-# The model has three blocks and a last layer, and learns to tell handwritten digits apart, 24 in each step.
-# `train` runs twenty steps and returns the losses, as means over the ranks. One process with all 24 samples
-# is the reference.
+# Follow `__call__` once. It gathers one flat tensor, cuts it into the layer's parameters, and runs the layer
+# with them: `functional_call(layer, parameters, x)` computes `layer(x)` as if these were its own.
+#
+# Does it train? A folded cell defines `build`, three blocks and a last layer; `train`, twenty steps of 24
+# handwritten digits, of which each rank takes its share; and `through(units)`, the forward through all units.
 
-# %% tags=["equality"]
+# %% jupyter={"source_hidden": true}
 # %%ranks
 from sklearn.datasets import load_digits
 
 digits = load_digits()
-images = torch.tensor(digits.data / 16, dtype=torch.float32, device=device)     # f32[1797, 64]
-labels = torch.tensor(digits.target, device=device)                             # i64[1797]
+images = torch.tensor(digits.data / 16, dtype=torch.float32, device=device)     # [1797, 64]
+labels = torch.tensor(digits.target, device=device)                             # [1797]
 
 
 class Block(nn.Module):
@@ -402,15 +449,15 @@ class Block(nn.Module):
         return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
 
 
-def build():
+def build(blocks=3):
     torch.manual_seed(0)                                        # the same weights on every rank
-    return nn.Sequential(Block(), Block(), Block(), nn.Linear(64, 10)).to(device)
+    return nn.Sequential(*[Block() for _ in range(blocks)], nn.Linear(64, 10)).to(device)
 
 
 def train(forward, parameters, rank=rank, world=world, steps=20):
     optimizer, losses = torch.optim.AdamW(parameters), torch.zeros(steps, device=device)
     for step in range(steps):
-        rows = torch.arange(24 * step, 24 * step + 24, device=device).chunk(world)[rank]
+        rows = torch.arange(24 * step, 24 * step + 24, device=device).chunk(world)[rank]    # this rank's share
         loss = F.cross_entropy(forward(images[rows]), labels[rows])
         loss.backward()
         optimizer.step()
@@ -429,6 +476,11 @@ def through(units):
     return forward
 
 
+# %% [markdown]
+# First the plain model trains in one process, then the units do on four ranks.
+
+# %% tags=["equality"]
+# %%ranks
 model = build()
 alone = train(model, model.parameters(), rank=0, world=1)
 units = [Unit(layer) for layer in build()]
@@ -438,9 +490,9 @@ for name, losses in {"one process": alone, "by hand": by_hand}.items():
 torch.testing.assert_close(by_hand, alone, rtol=1e-4, atol=1e-4)
 
 # %% [markdown]
-# The losses are those of one process, although no rank updated more than its own piece. They differ by
-# rounding only. Now look at one step: how many full parameters does a rank hold at each moment? `Meter`
-# watches every operation of a step.
+# The losses are the same (the cell asserts all twenty, up to rounding), although each rank updated only its
+# quarter of the parameters. But how long does a rank hold the full ones? `Meter`, a helper of these lessons,
+# watches one step: it counts the collectives, and the bytes of gathered parameters after each operation.
 
 # %%
 # %%ranks
@@ -449,38 +501,46 @@ from fsdp_utils.lessons.meter import Meter
 
 def measure(forward, held):
     with Meter(held) as meter:
-        F.cross_entropy(forward(images[:6]), labels[:6]).backward()
+        loss = F.cross_entropy(forward(images[:6]), labels[:6])
+        meter.in_forward = len(meter.whole_bytes)               # operations so far, for the figure
+        loss.backward()
     return meter
 
 
 kept = measure(through(units), [unit.shard for unit in units])
 model_bytes = sum(p.nbytes for p in build().parameters())
-print(f"{kept.all_gathers} all-gathers, {kept.reduce_scatters} reduce-scatters")
-
-# %%
-plots.alive({"by hand": ranks.get("kept.whole_bytes")[0]}, whole_model=ranks.get("model_bytes")[0])
+print(f"{kept.all_gathers} all-gathers, {kept.reduce_scatters} reduce-scatters; at the peak "
+      f"{kept.peak_whole_bytes / 2**10:.0f} KiB of full parameters, of {model_bytes / 2**10:.0f}")
 
 # %% [markdown]
-# Each of the four units is gathered once. Nothing frees a unit before its backward pass is over, so between
-# forward and backward the whole model exists on every rank. A model whose parameters do not fit on one GPU
-# would not fit in this way either.
+# Each of the four units is gathered and reduced once. The gradients and AdamW's averages, 12 of the 16 bytes, are
+# sharded already. The parameters are not: nothing is freed between a block's forward and its backward, so in the
+# middle of the step every rank holds those of the **whole model**. If they do not fit on one GPU, this will not
+# run either.
 #
 # ## Your turn 2 · Free, and gather again
 #
-# Write a unit whose full parameters exist only while they are used: free them after forward, and gather them
-# again when backward reaches the unit. `y.register_hook(f)` calls `f(grad)` when backward has computed the
-# gradient of `y`, before it goes into the layer that produced `y`. The target for the memory is one block.
+# Write a unit whose full parameters exist only while they are used: free them after the layer's forward, and
+# gather them again just before its backward. `self.free()` and `self.gather()` do the work; you decide when.
+# `y.register_hook(f)` helps: it calls `f(grad)` as soon as the gradient of `y` is known, before the layer that
+# made `y` needs its parameters. Your target: no rank holds more than one block (130 KiB), with the same losses.
 #
 # <details><summary>Hint</summary>
 #
-# Two lines between `y = ...` and `return y`. The hook must return `None`, or its result replaces the
-# gradient. The storage may be empty in between: autograd has saved tensors, and reads their bytes only when
-# backward reaches the layer.
+# Two lines between `y = ...` and `return y`. The hook gets one argument, the gradient, so pass a `lambda`, not
+# `self.gather`. It must return `None`, or its result replaces the gradient.
 #
 # </details>
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
+MISTAKES = {
+    "storage of size 0": "Backward read the full parameters while they were freed: a hook on `y` has to gather "
+    "them, and nothing may free them before the layer's backward is over.",
+    "takes 1 positional argument": "A hook gets one argument, the gradient: pass a `lambda`, not `self.gather`.",
+}
+
+
 @turn(2, {
     "all-gathers in one step": exactly(
         8, less="Each unit should be gathered twice in a step: for forward and for backward.",
@@ -498,21 +558,29 @@ plots.alive({"by hand": ranks.get("kept.whole_bytes")[0]}, whole_model=ranks.get
 def score_units(MyUnit):
     units = [MyUnit(layer) for layer in build()]
     shards = [unit.shard for unit in units]
-    losses, meter = train(through(units), shards, steps=5), measure(through(units), shards)
+    if MyUnit(build()[0])(images[:6]) is None:
+        raise NotYet("`__call__` returned None: is a `return` missing?")
+    try:
+        losses, meter = train(through(units), shards, steps=5), measure(through(units), shards)
+    except (RuntimeError, TypeError) as error:
+        for words, sentence in MISTAKES.items():
+            if words in str(error):
+                raise NotYet(sentence) from None
+        raise
     return {
         "all-gathers in one step": meter.all_gathers,
         "full parameters at the peak, KiB": meter.peak_whole_bytes / 2**10,
         "losses that differ from one process's": int((~((losses - alone[:5]).abs() <= 1e-3)).sum()),
-        "picture": Picture(
-            "alive", [{"kept": kept.whole_bytes, "yours": meter.whole_bytes}], {"whole_model": model_bytes}
-        ),
+        "picture": Picture("alive", [{"kept": kept.whole_bytes, "yours": meter.whole_bytes}], {
+            "whole_model": model_bytes, "backward": [kept.in_forward, meter.in_forward],
+        }),
     }
 
 
 # %%
 # %%turn 2
 class MyUnit(Unit):
-    def __call__(self, x):                      # super().__call__(x) gathers and computes
+    def __call__(self, x):                      # returns the layer's output
         return None                             # your lines here; begin with y = super().__call__(x)
 
 
@@ -523,7 +591,6 @@ class MyUnit(Unit):
         self.free()
         y.register_hook(lambda grad: self.gather())
         return y
-
 # %% tags=["right"] turn=2
 class MyUnit(Unit):
     def __call__(self, x):
@@ -531,43 +598,33 @@ class MyUnit(Unit):
         y.grad_fn.register_prehook(lambda grads: self.gather())
         self.free()
         return y
-
 # %% tags=["right"] turn=2
-from torch.autograd.graph import register_multi_grad_hook
 class MyUnit(Unit):
     def __call__(self, x):
         y = super().__call__(x)
-        register_multi_grad_hook((y,), lambda grads: self.gather())
+        torch.autograd.graph.register_multi_grad_hook((y,), lambda grads: self.gather())
         self.free()
         return y
-
 # %% tags=["right"] turn=2
-class Again(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y, unit):
-        ctx.unit = unit
-        unit.free()
-        return y.view_as(y)
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.unit.gather()
-        return grad, None
 class MyUnit(Unit):
     def __call__(self, x):
-        return Again.apply(super().__call__(x), self)
-
+        y = super().__call__(x)
+        def again(grad):
+            self.gather()
+            return grad
+        y.register_hook(again)
+        self.free()
+        return y
 # %% tags=["wrong"] turn=2 says="isn't freed"
 class MyUnit(Unit):
     def __call__(self, x):
         y = super().__call__(x)
         y.register_hook(lambda grad: self.gather())
         return y
-
 # %% tags=["wrong"] turn=2 says="gathered twice"
 class MyUnit(Unit):
     def __call__(self, x):
         return super().__call__(x)
-
 # %% tags=["wrong"] turn=2 says="backward works with other weights"
 class MyUnit(Unit):
     def __call__(self, x):
@@ -575,24 +632,48 @@ class MyUnit(Unit):
         self.free()
         y.register_hook(lambda grad: self.full.untyped_storage().resize_(self.full.nbytes).fill_(0) and None)
         return y
-
-# %% tags=["wrong"] turn=2 says="out of bounds for storage of size 0"
+# %% tags=["wrong"] turn=2 says="a hook on `y` has to gather"
 class MyUnit(Unit):
     def __call__(self, x):
         y = super().__call__(x)
         self.free()
         return y
+# %% tags=["wrong"] turn=2 says="nothing may free them"
+class MyUnit(Unit):
+    def __call__(self, x):
+        y = super().__call__(x)
+        self.free()
+        y.register_hook(lambda grad: self.gather() or self.free())
+        return y
+# %% tags=["wrong"] turn=2 says="gets one argument"
+class MyUnit(Unit):
+    def __call__(self, x):
+        y = super().__call__(x)
+        self.free()
+        y.register_hook(self.gather)
+        return y
+# %% tags=["wrong"] turn=2 says="is a `return` missing"
+class MyUnit(Unit):
+    def __call__(self, x):
+        y = super().__call__(x)
+        self.free()
+        y.register_hook(lambda grad: self.gather())
 
 # %% [markdown]
-# The price is four more all-gathers in a step. With ring algorithms a rank now sends three quarters of the
-# model three times (two gathers, one reduce), under DDP twice. PyTorch calls this choice
-# `reshard_after_forward`. [Lesson 6](06_sharding_strategies.ipynb) weighs the two.
+# Your step is now the one in the drawing at the top. It has a **price**: each unit is gathered twice and its
+# gradients are reduced once, so the model passes through the network three times in a step. Under DDP it is
+# twice, as an `all_reduce` is one of each. So FSDP sends 1.5 times as many bytes, if all is float32 and the
+# collectives use the usual ring algorithms. GPUs can send much of it while they compute: see
+# [lesson 4](04_backward_prefetch.ipynb).
 #
 # ## PyTorch's own
 #
-# `fully_shard`, also called FSDP2, is called on each unit and last on the model. That last call makes the
-# layers one model. The model keeps its named parameters; each is now a `DTensor`, which knows its full shape
-# and holds this rank's shard.
+# `fully_shard`, also called FSDP2, replaces each parameter of a layer by a shard, and adds hooks that gather,
+# free and reduce as you did. The last call, on the model, makes the model the outermost unit, the **root**. A
+# root's own parameters (here it has none) are not freed after forward, because backward needs them first.
+# Without the last call each layer would be a root, and none would be freed. You can ask for that, too, with
+# `reshard_after_forward=False`: one gather per step instead of two, for the memory of the whole model. The next
+# cell measures both settings.
 
 # %% tags=["meter"]
 # %%ranks
@@ -605,58 +686,77 @@ def shard_layers(model, **options):
     return fully_shard(model, **options)
 
 
+settings = {"fully_shard, kept": {"reshard_after_forward": False}, "fully_shard": {}}
 meters = {"by hand, kept": kept}
-for name, options in {"fully_shard, kept": {"reshard_after_forward": False}, "fully_shard": {}}.items():
+for name, options in settings.items():
     model = shard_layers(build(), **options)
     torch.testing.assert_close(train(model, model.parameters()), alone, rtol=1e-4, atol=1e-4)
     meters[name] = measure(model, model.parameters())
 for name, m in meters.items():
-    whole, buffers = m.peak_whole_bytes / 2**10, m.peak_gather_bytes / 2**10
     counts = f"{m.all_gathers} all-gathers, {m.reduce_scatters} reduce-scatters"
-    print(f"{name:18} {counts}, peak {whole:.0f} KiB, with buffers {buffers:.0f} KiB")
+    print(f"{name:18} {counts}, at most {m.peak_whole_bytes / 2**10:.0f} KiB of full parameters")
+curves = {name: m.whole_bytes for name, m in meters.items()}
+
+# %%
+begins = ranks.get("[m.in_forward for m in meters.values()]")[0]
+plots.alive(ranks.get("curves")[0], whole_model=ranks.get("model_bytes")[0], backward=begins)
 
 # %% [markdown]
-# The losses are those of one process again (the cell asserts it), and the numbers of collectives are those of
-# your units. The memory differs in two ways. `fully_shard` holds **two blocks** at its peak: in backward it
-# gathers the next unit while it computes with the present one, which on GPUs happens at the same time (in
-# forward, too) ([lesson 4](04_backward_prefetch.ipynb)). And it gathers into **buffers**, out of which it
-# copies each parameter; in forward it keeps a buffer until the next unit has been copied out. That makes
-# three blocks.
+# The losses are again those of one process (asserted), with the collectives of your units: four gathers where
+# parameters are kept, eight where they are freed. Kept, the whole model exists at once, all 392 KiB. Freed, at
+# most 260 KiB do: two blocks, where turn 2 needs one. The third panel shows when. In forward one block exists at
+# a time; in backward `fully_shard` gathers the next block before the present one computes, so that a GPU need
+# not wait for it.
 #
-# Where does it cut? Fill each parameter of a block with another number, shard the block, and count which
-# numbers each rank holds.
+# Two blocks are most of this model, but only because it has three. The next cell measures deeper ones, in its
+# last row with the buffers in which the pieces arrive. What is left with 32 blocks?
+
+# %% tags=["depth"]
+# %%ranks
+depths, shares = (3, 12, 32), {}
+for blocks in depths:
+    whole = sum(p.nbytes for p in build(blocks).parameters())
+    for name, options in settings.items():
+        deep = shard_layers(build(blocks), **options)
+        m = measure(deep, deep.parameters())
+        shares.setdefault(name, []).append(m.peak_whole_bytes / whole)
+    shares.setdefault("fully_shard, with its buffers", []).append(m.peak_gather_bytes / whole)
+print("gathered at the peak; blocks:   ", *(f"{blocks:5}" for blocks in depths))
+for name, found in shares.items():
+    print(f"{name:32}", *(f"{share:5.0%}" for share in found))
+
+# %% [markdown]
+# **The deeper the model, the more FSDP saves**: `fully_shard` needs two blocks, three with the buffers, however
+# many there are. Of 32 that is 6%, or 9%, beside the quarter that a rank stores. Smaller units save more:
+# [lesson 1](01_transformer_wrapper.ipynb) chooses them.
+#
+# ## How do you know that it worked?
+#
+# Look at a parameter, which should be a `DTensor`. Then ask `check_sharding`, which lists the mistakes that it
+# finds.
 
 # %%
 # %%ranks
-def marked():
-    block = Block().to(device)
-    for number, parameter in enumerate(block.parameters(), start=1):
-        parameter.data.fill_(number)
-    return block
+from fsdp_utils import check_sharding
 
-
-names, flat_shard = [name for name, _ in Block().named_parameters()], Unit(marked()).shard
-held_flat = {name: int((flat_shard == number).sum()) for number, name in enumerate(names, start=1)}
-held_rows = {name: p.to_local().numel() for name, p in fully_shard(marked()).named_parameters()}
-
-# %%
-held = {"flat: by hand": ranks.get("held_flat"), "by rows: fully_shard": ranks.get("held_rows")}
-plots.shards({way: {name: [of[name] for of in each] for name in each[0]} for way, each in held.items()})
+weight = model[0].fc1.weight
+print(type(weight).__name__, tuple(weight.shape), "of which this rank holds", tuple(weight.to_local().shape))
+print("mistakes:", check_sharding(model))
 
 # %% [markdown]
-# Each bar is a parameter, each colour a rank. By hand, a rank holds a stretch of the flat tensor, wherever
-# that lies. FSDP1, the class `FullyShardedDataParallel` of 2022, cuts in this way too, and calls the flat
-# tensor `FlatParameter`. `fully_shard` cuts each parameter by rows, so each parameter keeps its name in a
-# checkpoint and its own `requires_grad`. The rows are cut as `torch.chunk` cuts them, so some ranks may hold
-# none: always with fewer rows than ranks, but also with 5 rows on 4 ranks (2, 2, 1, 0).
+# Each rank holds a quarter of the rows, and no mistake was found. In your script, call it on all ranks, as
+# `check_sharding(model, optimizer)`: then it also notices an optimizer that holds other parameters. (FSDP1 cuts
+# as `Unit` does: [lesson 13](13_from_fsdp1_to_fsdp2.ipynb) draws both ways.)
 #
 # ## When the losses are not equal
 #
-# FSDP takes the **mean over the ranks** of their gradients. That is the gradient of one process only if the
-# mean of the ranks' losses is the loss of one process. There are two usual ways in which it is not: the
-# ranks' shares are unequal, or the loss is no mean over independent samples. The next cell takes one gradient
-# with `fully_shard`, compares it with that of one process, and trains both for twenty steps on the same 24
-# samples.
+# So far FSDP's losses were those of one process, but that depends on you. FSDP takes the **mean over the
+# ranks**, so each rank's gradient counts the same. That is right if all ranks have equally many samples, and
+# each rank's loss is a mean over independent samples. Otherwise the gradients are wrong, and no error says so.
+#
+# The next cell tries five cases, one of them on three sets of samples. `compare` trains twice on 24 samples, in
+# one process and with `fully_shard`. It prints how far the first gradient is from the right one, relative to its
+# size, and the loss after twenty steps. With unequal shares, rank 0 has 18 samples and the others have 2 each.
 
 # %% tags=["unequal"]
 # %%ranks
@@ -669,32 +769,39 @@ def weighted(logits, y):
     return mean(logits, y) * len(y) * world / 24
 
 
+def train_on(rows, loss_of, norm, sharded):                     # -> the first gradient, the trained model
+    model = nn.Sequential(norm(64), *build()).to(device)
+    for part in [*model[1:], model] if sharded else []:
+        fully_shard(part)
+    optimizer, first = torch.optim.AdamW(model.parameters()), None
+    for _ in range(20):
+        loss_of(model(images[rows]), labels[rows]).backward()
+        if first is None:
+            grads = [p.grad.full_tensor() if sharded else p.grad for p in model.parameters()]
+            first = torch.cat([grad.flatten() for grad in grads])
+        optimizer.step()
+        optimizer.zero_grad()
+    return first, model
+
+
 def compare(name, shares, loss_of=mean, reference=mean, norm=nn.Identity):
+    every = torch.cat(shares)                                   # what one process trains on
     found = []
-    for rows, loss in ((torch.arange(24, device=device), reference), (shares[rank], loss_of)):
-        model = nn.Sequential(norm(64), *build()).to(device)
-        if found:
-            for part in [*model[1:], model]:
-                fully_shard(part)
-        optimizer, first = torch.optim.AdamW(model.parameters()), None
-        for _ in range(20):
-            loss(model(images[rows]), labels[rows]).backward()
-            if first is None:
-                grads = [p.grad.full_tensor() if found else p.grad for p in model.parameters()]
-                first = torch.cat([g.flatten() for g in grads])
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append((first, mean(model(images[:24]), labels[:24]).item()))
-    (one, loss_one), (sharded, loss_sharded) = found
-    apart = float((sharded - one).norm() / one.norm())
+    for rows, loss, sharded in ((every, reference, False), (shares[rank], loss_of, True)):
+        gradient, model = train_on(rows, loss, norm, sharded)
+        found.append((gradient, mean(model(images[every]), labels[every]).item()))
+    (right, loss_right), (gradient, loss) = found
+    apart = float((gradient - right).norm() / right.norm())
     if rank == 0:
-        print(f"{name:26} gradient off by {apart:4.0%}, loss {loss_sharded:.3f} instead of {loss_one:.3f}")
-    return apart
+        print(f"{name:26} gradient off by {apart:4.0%}, loss {loss:.3f} instead of {loss_right:.3f}")
+    return apart, loss / loss_right
 
 
 off = [
     compare("equal shares", equal),
     compare("unequal shares", unequal),
+    compare("unequal, other samples", [rows + 100 for rows in unequal]),
+    compare("unequal, yet others", [rows + 500 for rows in unequal]),
     compare("unequal, weighted", unequal, weighted),
     compare("sum over the samples", equal, total, total),
     compare("BatchNorm", equal, norm=nn.BatchNorm1d),
@@ -702,33 +809,40 @@ off = [
 
 # %% tags=["check"]
 # %%ranks
-assert max(off[0], off[2]) < 1e-4
-assert min(off[1], off[4]) > 0.05
-assert abs(off[3] - (1 - 1 / world)) < 1e-3
+apart, higher = zip(*off)
+assert max(apart[0], apart[4]) < 1e-4
+assert min(*apart[1:4], apart[6]) > 0.05
+assert abs(apart[5] - (1 - 1 / world)) < 1e-3
+assert min(higher[1:4]) > (3 if world == 4 else 1)
+for of_blocks, name in ((2, "fully_shard"), (3, "fully_shard, with its buffers")):
+    for blocks, share in zip(depths, shares[name]):             # so many blocks, whatever the depth
+        assert abs(share * blocks / of_blocks - 1) < 0.05, (name, blocks, share)
 
 # %% [markdown]
-# With unequal shares, a sample in a small share weighs more. The cure is a weight for each rank's loss: its
-# samples times the world size, divided by all samples. The same holds for tokens ([lesson
-# 10](10_end_to_end.ipynb)). A sum over the samples comes out divided by the world size. BatchNorm normalises
-# each rank's samples among themselves, unlike one process.
-#
-# Look at the row of the sum: its gradient is a quarter of what it should be (with four ranks), and the loss
-# hardly shows it. AdamW divides an average of the gradients by their size, so a common factor cancels. A loss
-# curve under AdamW does not prove that gradients are right; compare the gradients, or train with SGD.
+# - **Unequal shares**: a sample counts nine times as much on a rank with 2 as on the one with 18. After twenty
+#   steps the loss is ten times as high, and eight and four times with other samples. The cure is the factor in
+#   `weighted`: the rank's samples times the world size, divided by all samples. For a language model, count
+#   tokens ([lesson 10](10_end_to_end.ipynb)).
+# - **A sum over the samples**: FSDP divides it by 4, so the gradient is 75% off. The cure is to multiply the
+#   loss by the world size. The loss is right even without it, because AdamW divides by the size of the
+#   gradients; with SGD it would not be. So equal losses do not prove equal gradients.
+# - **BatchNorm** normalises a sample by the others in its batch, and a rank sees only 6 of the 24. Use LayerNorm
+#   or RMSNorm, which treat each sample by itself.
 #
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # | :-- | :-- | :-- |
-# | `setStorage: … out of bounds for storage of size 0` | a parameter is used after it was freed: turn 2 without the hook | gather before each use |
-# | `got mixed torch.Tensor and DTensor` | `layer.forward(x)` on a unit: the hooks that gather did not run | call the module: `layer(x)` |
-# | the loss does not fall, no error | the optimizer was made before `fully_shard` and holds the old parameters, which get no gradients | make it after sharding |
-# | the losses are not those of one process | from the first step: other weights, other samples, unequal shares, or a loss that is no mean over samples. Only later: the gradients or the optimizer | seed, sampler, weights for the losses |
-# | the program hangs | one rank did not enter a collective in which the others wait | call collectives on every rank; [lesson 15](15_when_it_hangs.ipynb) finds the line |
+# | `setStorage: … out of bounds for storage of size 0` | your own unit is used while it is freed | gather before each use |
+# | `got mixed torch.Tensor and DTensor` | you called `layer.forward(x)`, so the hooks that gather did not run | call the module: `layer(x)` |
+# | the loss does not fall, no error | the optimizer was made before `fully_shard`: its parameters are no longer the model's | make it after sharding |
+# | the loss is not that of one process, from the first step | each rank drew other weights (DDP copies rank 0's to all, `fully_shard` does not), or one of the cases above | the same seed before the model, or the cure above |
+# | the program hangs | one rank did not call a collective in which the others wait | call it on every rank; [lesson 15](15_when_it_hangs.ipynb) finds the line |
 #
 # ## The rule
 #
-# `all_gather` a unit before it is used and free it afterwards; `reduce_scatter` its gradients, as a mean.
-# `fully_shard` each layer, then the model, then make the optimizer; give each rank an equal share of samples.
+# Use FSDP when 16 bytes per parameter (AdamW in float32), together with the activations, do not fit on one GPU.
+# Call `fully_shard` on each layer (in a transformer, each block), then on the model; then make the optimizer.
+# Give each rank equally many samples.
 #
 # [lesson 1 →](01_transformer_wrapper.ipynb)
