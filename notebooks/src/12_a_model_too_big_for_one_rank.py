@@ -269,9 +269,7 @@ assert losses["frequencies of zero"] > 1.1 * losses["right"]
 # %% [markdown]
 # The second loss is too high, yet it looks like a loss: you would take this model for one that needs more
 # training. With frequencies of zero nothing is rotated, so attention cannot tell how far apart two tokens
-# are. This happens to experts: the Distributed Training Guide had the fault from January to October 2025,
-# because of a line that was to silence FSDP1's complaint about the module,
-# `LlamaRotaryEmbedding.reset_parameters = lambda _: None`.
+# are. It happens to experts: the Distributed Training Guide had this fault from January to October 2025.
 #
 # The cure is to compute such buffers **after `to_empty` and before loading**: before `to_empty` there is no
 # memory for them, and loading afterwards overwrites everything that is in the file. You may therefore
@@ -519,10 +517,8 @@ plots.amounts({
 #   checkpoint of `torch.distributed.checkpoint`
 #   ([lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb)).
 #
-# The usual conversion is from a bfloat16 file to a float32 training. Build the model in float32 and call
+# If the file is bfloat16 and you train in float32, build the model in float32 and call
 # `load_pretrained(..., cast=True)`: each rank converts its own part as it reads.
-# `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` then computes in bfloat16; it never changes the dtype of
-# the shards.
 #
 # ## Which rows are mine?
 #
@@ -708,9 +704,9 @@ def load(model, read):                          # a complete tensor into a DTens
 # ## No checkpoint: random values
 #
 # To train from scratch, keep the order and leave out loading: meta, shard, `to_empty`, then initialise every
-# module (`model.apply(model._init_weights)`, or your own `reset_parameters`). The trap is the seed, because each
-# rank draws the numbers of its own shard. The next cell initialises a sharded `Linear`, first with one seed on
-# all ranks, then with a seed per rank, and compares the shards of ranks 0 and 1.
+# module (`model.apply(model._init_weights)`, or your own `reset_parameters`). The trap is the seed, because
+# each rank draws the numbers of its own shard. The next cell initialises a sharded `Linear`, first with one
+# seed on all ranks, then with a seed per rank, and compares the shards of ranks 0 and 1.
 
 # %%
 # %%ranks
@@ -752,9 +748,9 @@ untouched = sum(bool((p.to_local() == 7).all()) for p in model.parameters())
 print(f"strict=False: {untouched} parameters untouched, {len(keys.missing_keys)} missing keys reported")
 
 # %% [markdown]
-# Nothing was loaded, and no key was reported as missing: with `broadcast_from_rank0`, torch puts the model's own
-# values in the place of what the file lacks. With `strict=True`, the default, the same call raises `Missing
-# key(s) in state_dict` on every rank.
+# Nothing was loaded, and no key was reported as missing: with `broadcast_from_rank0`, torch puts the model's
+# own values in the place of what the file lacks. With `strict=True`, the default, the same call raises
+# `Missing key(s) in state_dict` on every rank.
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
@@ -768,14 +764,14 @@ print(f"strict=False: {untouched} parameters untouched, {len(keys.missing_keys)}
 # If loading succeeds and the GPU runs out of memory in the first step, then gradients, optimizer state,
 # gathered blocks and activations do not fit beside the shards; [lesson 14](14_plan_before_you_rent.ipynb)
 # computes them in advance. More ranks make shards smaller. CPU offload (`CPUOffloadPolicy`) keeps shards,
-# gradients and optimizer state in host memory, and you pay with time: shards travel to the GPU to be gathered,
-# gradients travel back, and the optimizer's step runs on the CPU. For a Llama of 0.95 billion parameters on
-# one H200 (torch 2.11), the peak fell from 25.5 to 14.9 GiB, and a step took 3.5 times as long
+# gradients and optimizer state in host memory, and you pay with time: for a Llama of 0.95 billion parameters
+# on one H200 (torch 2.11), the peak fell from 25.5 to 14.9 GiB, and a step took 3.5 times as long
 # ([the run](answers.md#what-does-cpu-offload-cost)).
 #
 # ## The rule
 #
-# Meta, shard, `to_empty`, buffers, load: in this order, with `strict=True`; `load_pretrained` does the last
-# three. Build the optimizer afterwards. To know that it worked, compare one loss with a known one.
+# If `from_pretrained` can map the file, use it, and shard. Else meta, shard, `to_empty`, buffers, load: in this
+# order, with `strict=True`; `load_pretrained` does the last three. Build the optimizer afterwards, and compare
+# one loss with a known one.
 #
 # [← lesson 11](11_rate_limiter.ipynb) · [lesson 13 →](13_from_fsdp1_to_fsdp2.ipynb)
