@@ -269,7 +269,9 @@ assert losses["frequencies of zero"] > 1.1 * losses["right"]
 # %% [markdown]
 # The second loss is too high, yet it looks like a loss: you would take this model for one that needs more
 # training. With frequencies of zero nothing is rotated, so attention cannot tell how far apart two tokens
-# are. It happens to experts: the Distributed Training Guide had this fault from January to October 2025.
+# are. It happens to experts: the
+# [Distributed Training Guide](https://github.com/LambdaLabsML/distributed-training-guide) had this fault from
+# January to October 2025.
 #
 # The cure is to compute such buffers **after `to_empty` and before loading**: before `to_empty` there is no
 # memory for them, and loading afterwards overwrites everything that is in the file. You may therefore
@@ -278,7 +280,7 @@ assert losses["frequencies of zero"] > 1.1 * losses["right"]
 # - A model of transformers 5 has `model._init_weights(module)`. It initialises the module's own parameters
 #   and the buffers that it knows, among them rotary frequencies.
 # - A module of your own needs a method `reset_parameters`, called by its constructor and again by you. FSDP1
-#   calls this method, too, and so does `load_pretrained`, for modules with unsaved buffers. Here is one:
+#   calls it on modules that are on meta, and `load_pretrained` on modules with unsaved buffers. Here is one:
 
 # %%
 # %%ranks
@@ -509,9 +511,9 @@ plots.amounts({
 #   to you, stay with it. It ends where something is converted: with another `dtype=` each rank owns a
 #   converted copy of the complete model, and with `.to("cuda")` its GPU holds all of it.
 # - *Rank 0 sends*: rank 0 owns a complete model beside its shard, because here it copies each tensor, as it
-#   must if they are converted or come from a pickle that is not mapped. (Without the `clone()` it owned a shard
-#   only.) It sends the complete model to each other rank, one tensor at a time, so they hold a shard and a
-#   tensor or two. `accelerate` calls this `fsdp_cpu_ram_efficient_loading`.
+#   must if they are converted or come from a pickle that is not mapped. (Without the `clone()` the mapped file
+#   leaves rank 0 at a shard, too.) It sends the complete model to each other rank, one tensor at a time, so
+#   they hold a shard and a tensor or two. `accelerate` calls this `fsdp_cpu_ram_efficient_loading`.
 # - *Each rank reads*: nobody owns more than a shard and a small buffer, no weights are sent, and each row is
 #   read once. The price is a file that every rank can see and that can be read by parts: safetensors here, or a
 #   checkpoint of `torch.distributed.checkpoint`
@@ -757,7 +759,7 @@ print(f"strict=False: {untouched} parameters untouched, {len(keys.missing_keys)}
 # | a loaded model is as bad as an untrained one, no error | no name has matched, under `strict=False` with `broadcast_from_rank0` | leave `strict=True`, rename the keys |
 # | the loss is NaN or too high from the first step | a buffer that no file holds was never computed | turn 1; compare with a known loss |
 # | `Cannot copy out of meta tensor; no data!` | `.to(device)` on a model on meta | `to_empty`, buffers, load |
-# | the head is no longer tied to the embedding | `to_empty` before `fully_shard` makes a tensor for each name | shard first, or tie again (`model.tie_weights()`) |
+# | the head is no longer tied to the embedding | `to_empty` before `fully_shard` makes a tensor for each name | shard first, both in one unit, or tie again before you shard |
 # | the host kills a rank while it loads | every rank loads the complete model | load on rank 0 and send, or `load_pretrained` |
 # | a rank hangs in loading | `set_model_state_dict` under `if rank == 0` | call it on ALL ranks, on the others with `{}` |
 #
