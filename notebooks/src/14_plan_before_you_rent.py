@@ -67,7 +67,7 @@ lesson.card(
 # ## One plan
 #
 # `batch_size` counts the samples of all ranks together, so each rank has one here. Everything about GPUs in this lesson
-# is **simulated**, unless a sentence names a run. In the whole plan, compare "reserved" with the GiB after it, then find
+# is **simulated**, unless a sentence names a run. Compare "reserved" with the GiB after it, then find
 # the largest part of the peak.
 
 # %% tags=["a-plan"]
@@ -163,8 +163,7 @@ plots.show(fig, alt="Simulated memory of one rank through a step: activations gr
 # All numbers are for one rank. The **rule of thumb** is 16 bytes per parameter, for the parameter, its gradient and
 # AdamW's two moments in float32, divided by the number of ranks. It says 4 MiB both times, because it knows nothing of
 # activations. **Measured** is the peak on a real rank: 56 MiB, and 22 when each block is checkpointed. **Planned** was
-# computed before a tensor was allocated, and says the same to the MiB. That was a tiny model on CPUs;
-# "How sure" asks it of GPUs.
+# computed before a tensor was allocated, and says the same to the MiB. "How sure" below asks it of GPUs.
 #
 # ## Which setting?
 #
@@ -242,7 +241,7 @@ for my_loss in (keeps, lets_go):
 print(*own.notes)
 
 # %% [markdown]
-# The logits that the first loop keeps are 1.5 GiB, so write `loss=` as your loop does it. And read the note: all the
+# The logits that the first loop keeps are 1.5 GiB, so write `loss=` as your loop does it. And read the note: all
 # published runs that tell a plan's error have causal attention. This model's is not causal, so "fits" has no measured
 # margin here.
 #
@@ -250,7 +249,7 @@ print(*own.notes)
 #
 # By the rule of thumb, twice the GPUs halve a rank's memory. Do they? See which column shrinks for a Llama of 70B, with
 # full checkpointing and one sample of 8,192 tokens on each A100. `stored_point`, in the folded cell, looks up one of
-# 4,131 settings without waiting: some were simulated by `plan`, the others follow by formulas, within 3% where a test
+# 4,131 settings: some were simulated by `plan`, the others follow by formulas, within 3% where a test
 # compares them.
 
 # %% jupyter={"source_hidden": true}
@@ -332,7 +331,7 @@ assert min(allocated["none", gpus] for gpus in AXES[0]) > on_8.available_gib
 # ## What is exact
 #
 # Some numbers of a plan are no estimates: what a rank keeps, gathers and sends follows from the parameters' shapes and
-# dtypes, the strategy and the ranks. To see it, real ranks train a small Llama under FULL_SHARD ("full") and
+# dtypes, the strategy and the number of ranks. To see it, real ranks train a small Llama under FULL_SHARD ("full") and
 # ZeRO-2 ("grad_op", which keeps gathered blocks until backward: [lesson 6](06_sharding_strategies.ipynb)), and `plan`
 # gets the same job.
 
@@ -616,14 +615,14 @@ assert (ended.count(("tight", "out of memory")), ended.count(("does not fit", "o
 # - **The loop** matters most. The fourth row has runs of the first, planned as you might plan them: without `loss=`.
 #   Their program keeps `outputs = model(**batch)` until the next step, and these held float32 logits and all keys and
 #   values. For the first row we had read the programs.
-# - **H200**: published runs were faster than planned, eager or compiled, because no H200 run was fitted. The runs of our
-#   own whose seconds count had one rank, so these test kernels and no communication.
-# - **Float32**: `plan` takes the GPU's published rate in full. **512 tokens**: `plan` allows 8 µs for each kernel, and the
-#   run took over 40, probably because Python, with FSDP2's hooks, sets the pace.
+# - **H200**: published runs were faster than planned, eager or compiled; nothing was fitted on this GPU. Our own seconds
+#   are of one rank, so they test kernels and no communication.
+# - **Float32**: `plan` takes the GPU's published rate in full, as there was no run to fit. **512 tokens**: it allows 8 µs
+#   for each kernel, and the run took over 40, probably because Python, with FSDP2's hooks, sets the pace.
 #
-# The verdict's margin is wider than the first three rows, because it comes from 14 fitted runs, 13 of them on an H100 of
-# 500 W, which took 0.78 to 1.19 times the planned memory. Of all 99 planned runs, none of the 83 that were said to fit
-# ran out of memory, but only three of the 99 did. Not in the table: a 70B with offload at 0.50, whose source does
+# The verdict's margin is wider than the first three rows, because it comes from other runs: 14 fitted ones, 13 of them on
+# an H100 of 500 W, took 0.78 to 1.19 times the planned memory. Of all 99 planned runs, none of the 83 that were said to
+# fit ran out of memory, but only three ran out at all. Not in the table: a 70B with offload at 0.50, whose source does
 # not say which memory it means.
 #
 # ## Your turn 2 · Plan a colleague's loop
