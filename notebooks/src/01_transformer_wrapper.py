@@ -1,9 +1,16 @@
 # %% [markdown]
 # # 1 · The transformer wrapper
 #
-# Which modules of a transformer should be FSDP units? **Its blocks: call `fully_shard` on each block, then on
-# the model.** In a model of six blocks and a tiny vocabulary the gathered parameters and buffers then peak at
-# about half the model; as one unit, at twice the model. A large embedding or head needs a unit, too.
+# Which modules of a transformer should you call `fully_shard` on? **On each block, then on the model.**
+#
+# Each call makes a *unit*: a set of parameters that FSDP rebuilds on every rank before they are used, and
+# frees together afterwards. So your choice of units decides how much of the model each GPU holds in full
+# during a step. A poor choice raises no error and trains to the same losses; it only costs memory. For
+# Llama-3-8B in bfloat16, what a GPU has rebuilt at once peaks at 30 GiB if the whole model is one unit, at
+# 4.7 GiB with a unit for each block, and at 2.4 GiB if embedding and output head are units, too.
+#
+# The drawing follows one rank through one training step of a model with six blocks. A bar stands where a
+# unit's full parameters are in memory, so each column shows what the rank holds at that moment.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -28,23 +35,27 @@ axes.tick_params(length=0)
 plots.show(fig, alt="A step by block: the root stays complete, each block only while it is needed.")
 
 # %% [markdown]
-# A drawing of one step, with the blocks as units. A blue or pink bar is a unit that is complete on every
-# rank, a grey one is on its way. In forward one block is complete at a time; that a GPU gathers the next one
-# meanwhile is not drawn. In backward the next block is gathered while the present one computes. The root,
-# which is the unit of the model itself, stays complete from its first use to the end of backward.
+# In forward, each block is gathered, computes (blue) and is freed before the next one computes. Backward
+# visits the blocks in reverse, so each has to be gathered a second time. While a block computes its
+# gradients, FSDP already gathers the one that comes next (grey), so that a GPU need not wait for it. (In
+# forward a GPU gathers ahead as well, which is not drawn; [lesson 4](04_backward_prefetch.ipynb) is about
+# this.) The pink bar is the **root**, the unit that the last call, `fully_shard(model)`, makes of
+# everything outside the blocks. It stays for the whole step.
 
 # %% tags=["card"]
 lesson.card(
     1,
-    learn="choose units, and see what a wrong choice costs",
+    learn="choose units, see what a wrong choice costs, and check your own model",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 12, 17),
+    minutes=(1, 17, 20),
 )
 
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It needs four GPUs, or none.
+# This script trains a Llama of six blocks twice, first as one unit and then by block, and counts the
+# all-gathers of a step. Save it as `train.py`, then run `torchrun --nproc-per-node 4 train.py`. It uses four
+# GPUs, or four CPU processes where there is no GPU.
 #
 # ```python
 # import torch
@@ -59,51 +70,74 @@ lesson.card(
 # dist.init_process_group("nccl" if device == "cuda" else "gloo")
 # if device == "cuda":
 #     torch.cuda.set_device(dist.get_node_local_rank())
-# mesh = init_device_mesh(device, (dist.get_world_size(),))     # without it a Mac would take its GPU
+# mesh = init_device_mesh(device, (dist.get_world_size(),))     # all ranks; without it a Mac takes its GPU
 # config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=256, num_hidden_layers=6)
 #
 #
-# def train(choose_units):
+# def train(name, choose_units):
 #     torch.manual_seed(0)                                      # the same weights on every rank
 #     model = LlamaForCausalLM(config).to(device)
 #     whole = sum(p.nbytes for p in model.parameters())
-#     for part in [*choose_units(model), model]:                # each part is a unit; the model has the rest
-#         fully_shard(part, mesh=mesh)
+#     for unit in [*choose_units(model), model]:                # the model comes last
+#         fully_shard(unit, mesh=mesh)
 #     optimizer = torch.optim.AdamW(model.parameters())         # after sharding
 #     torch.manual_seed(1 + dist.get_rank())                    # other samples on each rank
 #     for step in range(3):
 #         ids = torch.randint(64, (4, 30), device=device)       # your data
-#         with record_collectives(model) as trace:
-#             model(input_ids=ids, labels=ids).loss.backward()
+#         with record_collectives(model) as trace:              # notes each collective of this step
+#             loss = model(input_ids=ids, labels=ids).loss
+#             loss.backward()
 #         optimizer.step()
 #         optimizer.zero_grad()
 #     gathers = [event.bytes for event in trace.events if event.kind == "all_gather"]
-#     return len(gathers), max(gathers) / whole
-#
-#
-# for name, units in {"one unit": lambda m: [], "by block": lambda m: m.model.layers}.items():
-#     count, largest = train(units)
 #     if dist.get_rank() == 0:
-#         print(f"{name}: {count:2} all-gathers, the largest holds {largest:.0%} of the model")
+#         largest = max(gathers) / whole
+#         print(f"{name}: {len(gathers):2} all-gathers, largest {largest:4.0%} of the model, loss {loss:.4f}")
+#
+#
+# train("one unit", lambda model: [])
+# train("by block", lambda model: model.model.layers)
 # dist.destroy_process_group()
 # ```
 # ```text
-# one unit:  1 all-gathers, the largest holds 100% of the model
-# by block: 13 all-gathers, the largest holds 16% of the model
+# one unit:  1 all-gathers, largest 100% of the model, loss 4.1837
+# by block: 13 all-gathers, largest  16% of the model, loss 4.1837
 # ```
 #
-# One all-gather of everything is what FSDP exists to avoid. The rest of this lesson explains these two lines.
-# `fsdp_utils.shard(model)` makes the second choice for you: it finds the class of the blocks.
+# Read the lines from right to left. The **loss** is the same, because units change when parameters travel
+# and not what is computed; so no loss curve will tell you that your units are wrong. The **largest
+# all-gather** is the gain: as one unit, each rank has to rebuild the whole model in one piece, which is what
+# FSDP exists to avoid. By block the largest piece is one of six blocks, 16%. (The blocks hold 98% of this
+# model's parameters; its vocabulary is tiny.) The **number of all-gathers** is the price. The rest of the
+# lesson explains the 13, turns the 16% into a peak of memory, asks whether smaller units would be better
+# still, and ends with the check for your own model.
 #
 # ## What a unit is
 #
-# A **unit** is what FSDP gathers, uses and frees in one piece. `fully_shard(module)` makes one unit of all
-# parameters in the module that no earlier call has taken. So call it on the parts first and on the model
-# last: the model's own unit, the **root**, takes what is left.
+# `fully_shard(module)` makes one unit of all parameters inside `module` that no earlier call has taken. That
+# is why you call it on the parts first and on the model last: the model's call takes what is left, and that
+# is the root. It also adds hooks to the module. One hook gathers the unit's parameters, all in one
+# collective, right before the module's `forward` runs, and another frees them when `forward` returns. So a
+# unit has to be a module that is *called*: a block is, but `model.model.layers` is a `ModuleList`, which
+# only holds blocks, and `fully_shard` refuses it.
 #
-# A transformer repeats a **block**: attention, then a feed-forward network. Here the block is
-# `LlamaDecoderLayer`, six times, and the root holds the embedding, the last norm and the head. The next cell
-# starts four ranks, and the one after it chooses units in four ways.
+# A transformer repeats a **block**: attention, then a feed-forward network. In Llama the block is the class
+# `LlamaDecoderLayer`, and the root gets the embedding, the last norm and the head. Blocks are natural units
+# because they run one after another: while one computes, no other is needed.
+#
+# ## Why 13 all-gathers
+#
+# Each block is gathered for forward and, since it was freed, again for backward: six blocks make twelve. The
+# root is gathered only once, because FSDP2 does not free it after forward: backward begins with the head,
+# which is in the root, so it would be needed again at once. Twelve and one make thirteen. With one unit, that
+# unit is the root: one all-gather, and the whole model stays on every rank from then until backward is over.
+#
+# That counts messages; now the memory. The next cells start four ranks and measure one step for four choices
+# of units: the two that you know, one that is too coarse in a less obvious way (only the feed-forward
+# networks are units) and one that is very fine (each weight matrix of the blocks is a unit). `Meter`, a tool
+# of these lessons, watches every operation on a rank. In the last column it counts the parameters that are
+# complete **and the buffers they come from**: FSDP2 gathers a unit into one flat buffer and then copies each
+# parameter out of it, so for a moment a unit is in memory twice.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -116,17 +150,10 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fsdp_utils import (
-    check_sharding,
-    checkpoints,
-    load_pretrained,
-    save_distributed,
-    shard,
-    transformer_block_classes,
-)
+from fsdp_utils import check_sharding, record_collectives, shard, transformer_block_classes
 from fsdp_utils.lessons.meter import Meter
 from fsdp_utils.lessons.tables import Table
 
@@ -150,7 +177,7 @@ def linears(module):
 ways = {
     "one unit": lambda model: [],
     "by block": lambda model: [*model.model.layers],
-    "wrong class": lambda model: [block.mlp for block in model.model.layers],
+    "feed-forward": lambda model: [block.mlp for block in model.model.layers],
     "by matrix": lambda model: linears(model.model.layers),
 }
 
@@ -175,53 +202,62 @@ meters = {way: measure(sharded(llama(), choose)) for way, choose in ways.items()
 Table(
     ["units", "all-gathers", "MiB gathered in a step", "gathered at the peak, % of the model"],
     [
-        [
-            way,
-            meter.all_gathers,
-            round(meter.gathered_bytes / 2**20, 1),
-            round(100 * meter.peak_gather_bytes / whole),
-        ]
-        for way, meter in meters.items()
+        [way, m.all_gathers, round(m.gathered_bytes / 2**20, 1), round(100 * m.peak_gather_bytes / whole)]
+        for way, m in meters.items()
     ],
 )
 
 # %% [markdown]
-# `Meter` watches one step on each rank. "Gathered at the peak" counts full parameters and the buffers into
-# which FSDP2 gathers them. One unit holds the model twice: once in the buffer, once in the parameters that
-# are copied out of it. "Wrong class" makes each feed-forward network, `LlamaMLP`, a unit. The attention of
-# all six blocks then falls to the root and stays gathered, so the peak is half as high again as by block. "By
-# matrix" has the lowest peak and six to seven times as many all-gathers as "by block".
+# Begin with the last column. **One unit** peaks at 200%: the whole model in the buffer, and once more in the
+# parameters copied out of it. **By block** peaks at a quarter of that. **Feed-forward** is the mistake that is
+# hard to see: there are as many units and all-gathers as by block, but the attention of all six blocks was
+# left to the root, which stays gathered, so the peak is half as high again. **By matrix** has the lowest
+# peak, and needs over six times as many all-gathers as by block.
 #
-# ## Why 13 all-gathers
+# The middle column is what freeing costs. One unit sends the model once (1.5 MiB). By block and by matrix,
+# nearly every parameter travels twice, for forward and for backward.
 #
-# A block is freed after its forward pass and gathered again for backward: six blocks, twice each, make
-# twelve. The root is not freed after forward, because backward needs it at once. It is gathered once:
-# thirteen. The bytes hardly differ between by block and by matrix, since each parameter outside of the root
-# travels twice.
+# The figure shows the same four steps over time. Compare the height of forward, the left half of each panel,
+# with that of backward.
 
 # %%
-curves = dict(ranks.get("[(way, meter.whole_bytes) for way, meter in meters.items()]")[0])
-plots.alive(curves, whole_model=ranks.get("whole")[0])
+curves = dict(ranks.get("[(way, meter.gather_bytes) for way, meter in meters.items()]")[0])
+plots.alive(curves, whole_model=ranks.get("whole")[0], what="gathered")
 
 # %% [markdown]
-# The same four steps over time. A buffer counts here only until its unit is copied out. By block, forward
-# holds the root and one block, backward the root and two blocks. The buffers make forward the peak of the
-# table: the root, the parameters of one block, its buffer, and the buffer of the block before, which FSDP2
-# keeps until the next one is copied out.
+# One unit keeps parameters and buffer through all of forward, and the parameters through backward. By block
+# you see one tooth per block. In forward the tip of a tooth is the root (2%) and three times a block: the
+# block's parameters, the buffer they were just copied from, and the buffer of the block before. FSDP2 keeps
+# that last buffer until the next unit is copied out, so that a GPU can gather one unit while it copies
+# another. Three times 16% and 2% make the 51% of the table. In backward a buffer is freed at once, and the
+# maximum is the root and two blocks, 35%: the drawing at the top.
 #
-# ## Why not smaller
+# ## Why not smaller units?
 #
-# The peak can be calculated from the sizes of the units. The next cell does that for seven choices in a Llama
-# of twelve blocks, measures the same on the ranks, and asserts that the two agree.
+# The tip of the tooth is a formula, so you can predict the peak of any choice before you run it. `root` and
+# `units` are sizes in bytes, the units in the order of forward:
 
-# %% tags=["sweep"]
+# %%
 # %%ranks
 def peak(root, units):
-    """Return the bytes gathered at the peak: in forward a unit, its buffer, and the buffer before it."""
+    """Return the bytes gathered at the peak: the root, a unit, its buffer, and the buffer before it."""
     before = [root, *units[:-1]]
     return max([2 * root] + [root + last + 2 * unit for last, unit in zip(before, units)])
 
 
+blocks = [sum(p.nbytes for p in block.parameters()) for block in llama().model.layers]
+print(f"by block: {peak(whole - sum(blocks), blocks) / whole:.0%}")
+
+# %% [markdown]
+# That is the 51% measured above. Two quantities decide whether you should go on cutting. On the left is the
+# gain: seven choices in a Llama of twelve blocks, measured on the ranks (the folded cell also asserts that
+# the formula agrees). On the right is the price. Every all-gather takes some time to start, however little it
+# sends, so the smaller the unit, the larger the share of its time that goes into starting. These lines are
+# calculated, for three assumed pairs of starting time and link; the smallest sizes of nccl-tests measure the
+# starting time of your GPUs.
+
+# %% tags=["sweep"] jupyter={"source_hidden": true}
+# %%ranks
 def in_groups(count):
     def choose(model):
         blocks = [*model.model.layers]
@@ -231,9 +267,9 @@ def in_groups(count):
 
 
 cuts = {f"{count} blocks": in_groups(count) for count in (6, 4, 3, 2)} | {"1 block": in_groups(1)}
-cuts["attention, feed-forward"] = lambda m: [u for b in m.model.layers for u in (b.self_attn, b.mlp)]
+cuts["½ block"] = lambda m: [u for b in m.model.layers for u in (b.self_attn, b.mlp)]
 cuts["1 matrix"] = lambda m: linears(m.model.layers)
-deep, rows = sum(p.nbytes for p in llama(12).parameters()), []
+deep, swept = sum(p.nbytes for p in llama(12).parameters()), []
 for cut, choose in cuts.items():
     sizes = [
         sum(p.nbytes for part in (u if isinstance(u, list) else [u]) for p in part.parameters())
@@ -241,119 +277,122 @@ for cut, choose in cuts.items():
     ]
     found, expected = measure(sharded(llama(12), choose)), peak(deep - sum(sizes), sizes)
     assert abs(found.peak_gather_bytes / expected - 1) < 0.06  # three ranks pad 64 rows to 66
-    rows.append(
-        [cut, found.all_gathers, round(100 * found.peak_gather_bytes / deep), round(100 * expected / deep)]
-    )
-Table(["a unit is", "all-gathers", "gathered at the peak, %", "calculated, %"], rows)
+    swept.append((cut, found.all_gathers, 100 * found.peak_gather_bytes / deep))
+
+# %% jupyter={"source_hidden": true}
+swept = ranks.get("swept")[0]
+assert [count for _, count, _ in swept] == [5, 7, 9, 13, 25, 49, 169]
+
+
+def starting(mib, start_us, link_gib_s):
+    """Return the share of an all-gather's time that starting it takes, in percent."""
+    return 100 * start_us / (start_us + mib / 1024 / link_gib_s * 1e6)
+
+
+fig, (gain, price) = plots.figure(2, width=9.0, height=3.1)
+gain.plot([count for _, count, _ in swept], [high for *_, high in swept], "o-", color=plots.RANK_COLORS[0])
+for name, count, high in swept:
+    gain.annotate(name, (count, high), (6, 4), textcoords="offset points", fontsize=9)
+gain.set(xscale="log", ylim=(0, 170), xlim=(4, 400), title="gain (measured)")
+gain.set(xlabel="all-gathers in a step", ylabel="gathered at the peak, %")
+gain.set_xticks([5, 10, 25, 50, 169], ["5", "10", "25", "50", "169"], minor=False)
+gain.set_xticks([], minor=True)
+for index, (start, link) in enumerate([(20, 25), (50, 50), (100, 200)]):
+    sizes = [2 ** (n / 4) for n in range(8, 41)]
+    shares = [starting(mib, start, link) for mib in sizes]
+    price.plot(sizes, shares, color=plots.RANK_COLORS[index], label=f"{start} µs, {link} GiB/s")
+for mib, name in ((14, "GPT-2\nblock"), (59, "8B matrix\n(mean)"), (416, "8B\nblock")):
+    price.axvline(mib, color=plots.INK, linewidth=0.8, linestyle=":")
+    price.text(mib * 1.06, 97, name, va="top", fontsize=9)
+price.set(xscale="log", ylim=(0, 100), xlim=(4, 1024), title="price (calculated)")
+price.set(xlabel="MiB in the unit", ylabel="time spent starting, %")
+price.set_xticks([4, 16, 64, 256, 1024], ["4", "16", "64", "256", "1,024"], minor=False)
+price.set_xticks([], minor=True)
+price.legend(loc="center right", fontsize=8, frameon=False)
+assert starting(416, 100, 200) < 5 and 25 < starting(59, 100, 200) < 26
+assert 59 < starting(14, 100, 200) < 60 and starting(14, 20, 25) < 4
+plots.show(fig, alt="Smaller units lower the peak less and less; starting takes a larger share of their time.")
 
 # %% [markdown]
-# Smaller units lower the peak, but each all-gather costs a fixed time before the first byte arrives. Measure
-# that time for your GPUs with nccl-tests, at its smallest sizes. The next cell does not measure it: it
-# calculates the share of the sending time that starting takes, for a block of Llama-3-8B in bfloat16 (416
-# MiB, seven matrices), over a range of starting times and links.
-
-# %%
-from fsdp_utils.lessons.tables import Table
-
-
-def starting(count, start_us, link_gib_s):
-    sending_us = 416 / 1024 / link_gib_s * 1e6
-    return 100 * count * start_us / (count * start_us + sending_us)
-
-
-cases = [(start, link) for start in (20, 50, 100) for link in (25, 50, 200)]
-assert all(starting(1, *case) < 5 and starting(7, *case) < 27 for case in cases)
-Table(
-    ["µs to start", "link, GiB/s", "by block, %", "by matrix, %"],
-    [[*case, f"{starting(1, *case):.1f}", f"{starting(7, *case):.1f}"] for case in cases],
-    note="Calculated: the share of an all-gather's time that starting it takes.",
-)
-
-# %% [markdown]
-# By block the fixed cost stays below 5% up to the 100 µs of the table; by matrix it reaches a quarter. In a
-# model with smaller blocks both shares are larger, and a unit of two blocks can pay off.
+# On the left, cutting pays most at first: from units of six blocks down to one block the peak falls from 149%
+# to 26%. A matrix per unit gets it down to 7%, but takes 169 all-gathers instead of 25. On the right, a block
+# of Llama-3-8B in bfloat16 (416 MiB) loses under 5% of its gathering time to starting even on the worst of
+# the three lines. A single matrix of it loses a quarter there, and a block of GPT-2 (14 MiB) three fifths,
+# though under 4% on the slow link, where sending takes so long that starting does not matter.
+#
+# So take the block, unless your blocks are as small as GPT-2's **and** your links are fast. Then put two or
+# more in a unit, by `fully_shard([block_0, block_1])`: such a model has memory to spare. Starting costs you
+# training time only where the GPU waits for the all-gather, which a profile shows.
 #
 # ## Embedding, head and tied weights
 #
-# `transformer_block_classes` finds the class of the blocks. The models below have their real sizes; they are
-# built on the meta device, where tensors have a shape and no memory, so the peaks are calculated.
+# So far the root was 2% of the model. Real vocabularies are larger, and embedding and head then make the root
+# the largest unit of all. It stays gathered for the whole step, and FSDP2 gathers it like any other unit, with
+# a buffer. The table gives the peak by the formula above, in GiB of bfloat16, which is what a GPU gathers
+# under mixed precision ([lesson 7](07_mixed_precision.ipynb)). The models have their real sizes. They are
+# built on the **meta device**, where tensors have a shape and no memory; `transformer_block_classes` finds
+# the class of the blocks. Look at how much the last column still gains.
 
-# %% tags=["block-class"]
+# %% tags=["block-class"] jupyter={"source_hidden": true}
 # %%ranks 0
-LLAMA3 = {"vocab_size": 128_256, "intermediate_size": 14_336, "num_key_value_heads": 8}
+LLAMA3 = {"vocab_size": 128_256, "num_key_value_heads": 8}
+SMALL = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True}
 families = {
     "Llama-2-7B": (LlamaForCausalLM, LlamaConfig()),
-    "Llama-3-8B": (LlamaForCausalLM, LlamaConfig(**LLAMA3)),
-    "T5-small": (transformers.T5ForConditionalGeneration, transformers.T5Config()),
+    "Llama-3-8B": (LlamaForCausalLM, LlamaConfig(**LLAMA3, intermediate_size=14_336)),
+    "Llama-3.2-1B": (LlamaForCausalLM, LlamaConfig(**LLAMA3, **SMALL)),
     "GPT-2": (transformers.GPT2LMHeadModel, transformers.GPT2Config()),
-    "ViT-base": (transformers.ViTForImageClassification, transformers.ViTConfig()),
 }
+
+
+def elements(*modules):
+    return sum({p: p.numel() for module in modules for p in module.parameters()}.values())
+
+
 rows = []
 for name, (kind, config) in families.items():
     with torch.device("meta"):
         model = kind(config)
     (block_class,) = transformer_block_classes(model)
-    blocks = [sum(p.numel() for p in m.parameters()) for m in model.modules() if isinstance(m, block_class)]
-    total = sum(p.numel() for p in model.parameters())
-    root = total - sum(blocks)
-    rows.append(
-        [
-            name,
-            block_class.__name__,
-            len(blocks),
-            round(100 * root / total),
-            round(100 * peak(root, blocks) / total),
-        ]
-    )
-Table(["model", "block class", "blocks", "in the root, %", "gathered at the peak, %"], rows)
+    blocks = [elements(module) for module in model.modules() if isinstance(module, block_class)]
+    total, ends = elements(model), [model.get_input_embeddings(), model.get_output_embeddings()]
+    root, (embedding, head) = total - sum(blocks), map(elements, ends)
+    peaks = [peak(total, []), peak(root, blocks)]
+    if not config.tie_word_embeddings:
+        peaks.append(peak(root - embedding - head, [embedding, *blocks, head]))
+    gib = [f"{2 * elements_ / 2**30:.1f}" for elements_ in peaks]
+    rows.append([name, block_class.__name__, round(100 * root / total), *gib, *["tied"] * (3 - len(gib))])
+Table(["model", "block class", "in the root, %", "one unit", "by block", "and both ends"], rows)
 
 # %% [markdown]
-# The larger the vocabulary, the more is in the root. Where embedding and head are two matrices, as in
-# Llama-2-7B and Llama-3-8B, make each a unit of its own, before the call on the model; turn 1 does this. In
-# GPT-2 and T5 one matrix is both embedding and head: the weights are **tied**. A tied matrix must lie in one
-# unit. Leave both modules to the root, or name them together: `fully_shard([embedding, head])`.
+# In Llama-2-7B and Llama-3-8B, embedding and head are two matrices. Give each a unit of its own, before the
+# call on the model. For Llama-3-8B this halves the peak, because embedding and head are used at opposite ends
+# of forward, so that they need not be in memory together. Torchtitan, PyTorch's own training code, cuts its
+# Llama 3 in this way, with the last norm in the head's unit: `fully_shard([norm, head])`.
+#
+# In Llama-3.2-1B and GPT-2, one matrix is both embedding and head: the weights are **tied**. Such a matrix is
+# needed first in forward and last in backward, so it is in memory for the whole step whatever you do, and it
+# must be in one unit. Leave both modules to the root, or name them together:
+# `fully_shard([embedding, head])`.
 #
 # ## Your turn 1 · A large vocabulary
 #
-# In this Llama 57% of the parameters are in the embedding, `model.model.embed_tokens`, and the head,
-# `model.lm_head`, which are not tied. By block the peak is 128% of the model. Choose units so that it is at
-# most 66%, with at most 18 all-gathers. Shard the model with `fully_shard` and return it.
+# - **Given:** `model`, a Llama with a vocabulary of 4,096, whose embedding `model.model.embed_tokens` and head
+#   `model.lm_head` are not tied and hold 57% of its parameters. By block it peaks at 128%.
+# - **Goal:** a peak of at most 66% of the model, with at most 18 all-gathers in a step.
+# - **Return:** the model, after your calls of `fully_shard`.
 #
 # <details><summary>Hint</summary>
 #
-# The two ends are needed at different times, so one unit for both holds each of them too long. The last norm,
-# `model.model.norm`, is small: it may stay in the root.
+# The loop of the script, with two more units. The last norm, `model.model.norm`, is small: it may stay in the
+# root.
 #
 # </details>
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
 from fsdp_utils.lessons.your_turn import Goal, NotYet, at_most, exactly, turn
-
-
-@turn(
-    1,
-    {
-        "all-gathers in one step": at_most(18, "There are units smaller than a block."),
-        "gathered at the peak, % of the model": at_most(
-            66, "Some unit, the root or another, is larger than the larger of one block and one end."
-        ),
-        "problems that check_sharding finds": exactly(
-            0, "Print check_sharding(model): it says what is wrong."
-        ),
-    },
-)
-def score_large(choose_units):
-    model = llama(vocabulary=4096)
-    nbytes = sum(p.nbytes for p in model.parameters())
-    model = choose_units(model)
-    if not isinstance(model, nn.Module):
-        raise NotYet("Return the model.")
-    problems = len(check_sharding(model))
-    meter = measure(model, 4096)
-    percent = round(100 * meter.peak_gather_bytes / nbytes)
-    return dict(zip(_goals, (meter.all_gathers, percent, problems)))
-
+from fsdp_utils.sharding.units import ROOT, find_units, parameter_sizes
 
 _goals = [
     "all-gathers in one step",
@@ -362,10 +401,51 @@ _goals = [
 ]
 
 
+def _returned(model):
+    if not isinstance(model, nn.Module):
+        raise NotYet("Return the model.")
+    return model
+
+
+def _why_so_much(model):
+    """Say which choice of units gathers more than one end at a time."""
+    sizes = parameter_sizes(model, find_units(model))
+    unit_of = {name: unit for unit, names in sizes.items() if unit for name in names}
+    ends = {"embedding": unit_of.get("model.embed_tokens.weight"), "head": unit_of.get("lm_head.weight")}
+    for end, unit in ends.items():
+        if unit is not None and unit.name == ROOT:
+            return f"The {end} is in the root, which stays gathered: make it a unit before the root."
+    if ends["embedding"] is ends["head"]:
+        return "One unit holds embedding and head, so both are gathered when one is needed: make them two."
+    if len({unit_of.get(f"model.layers.{n}.mlp.up_proj.weight") for n in range(6)}) < 6:
+        return "A unit holds several blocks: give each its own."
+    return "Units stay gathered after forward: leave reshard_after_forward at its default."
+
+
+@turn(
+    1,
+    {
+        _goals[0]: at_most(18, "There are units smaller than a block."),
+        _goals[1]: Goal("at most 66", lambda found: found <= 66, lambda _: score_large.why),
+        _goals[2]: exactly(0, "Print check_sharding(model): it says what is wrong."),
+    },
+)
+def score_large(choose_units):
+    model = llama(vocabulary=4096)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    model = _returned(choose_units(model))
+    problems = len(check_sharding(model))
+    score_large.why = _why_so_much(model)
+    meter = measure(model, 4096)
+    percent = round(100 * meter.peak_gather_bytes / nbytes)
+    return dict(zip(_goals, (meter.all_gathers, percent, problems)))
+
+
 # %%
 # %%turn 1
 def choose_units(model):
-    return None  # your lines here; return the model
+    # fully_shard(...) on each unit, the model last
+    return None  # the model
 
 
 # %% tags=["solution"] turn=1
@@ -397,15 +477,33 @@ def choose_units(model):
     return shard(model)
 
 
-# %% tags=["wrong"] turn=1 says="larger than the larger of"
+# %% tags=["wrong"] turn=1 says="The embedding is in the root"
 def choose_units(model):
     return shard(model)
 
 
-# %% tags=["wrong"] turn=1 says="larger than the larger of"
+# %% tags=["wrong"] turn=1 says="The head is in the root"
+def choose_units(model):
+    fully_shard(model.model.embed_tokens)
+    return shard(model)
+
+
+# %% tags=["wrong"] turn=1 says="One unit holds embedding and head"
 def choose_units(model):
     fully_shard([model.model.embed_tokens, model.model.norm, model.lm_head])
     return shard(model)
+
+
+# %% tags=["wrong"] turn=1 says="several blocks"
+def choose_units(model):
+    return sharded(model, lambda m: [m.model.embed_tokens, *in_groups(2)(m), m.lm_head])
+
+
+# %% tags=["wrong"] turn=1 says="stay gathered after forward"
+def choose_units(model):
+    for unit in [model.model.embed_tokens, *model.model.layers, model.lm_head, model]:
+        fully_shard(unit, reshard_after_forward=False)
+    return model
 
 
 # %% tags=["wrong"] turn=1 says="smaller than a block"
@@ -421,11 +519,19 @@ def choose_units(model):
 
 
 # %% [markdown]
-# ## Your turn 2 · Shard GPT-2 by hand
+# ## Your turn 2 · Another model: GPT-2 by hand
 #
-# The blocks of this GPT-2 are in `model.transformer.h`. Its embedding, `model.transformer.wte`, is tied to
-# its head, `model.lm_head`. Make each block a unit, and leave no parameter out. The verdict counts
-# all-gathers and compares the loss with the unsharded model's.
+# - **Given:** `model`, a GPT-2 whose four blocks are in `model.transformer.h`. Its embedding,
+#   `model.transformer.wte`, is tied to its head, `model.lm_head`.
+# - **Goal:** each block a unit, no parameter left out, the loss of the unsharded model.
+# - **Return:** the model, after your calls of `fully_shard`.
+#
+# <details><summary>Hint</summary>
+#
+# How many lines do tied weights need if the root may hold them? With four blocks, the script's counting gives
+# nine all-gathers.
+#
+# </details>
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -443,7 +549,7 @@ def gpt2():
             "9 to 11",
             lambda found: 9 <= found <= 11,
             lambda found: (
-                "Blocks share a unit: give each its own."
+                "Blocks share a unit, or stay gathered after forward."
                 if found < 9
                 else "There are units smaller than a block."
             ),
@@ -456,7 +562,7 @@ def gpt2():
 )
 def score_gpt2(shard_by_hand):
     ids = torch.arange(16, device=device)[None]
-    expected, model = gpt2()(input_ids=ids, labels=ids).loss, shard_by_hand(gpt2())
+    expected, model = gpt2()(input_ids=ids, labels=ids).loss, _returned(shard_by_hand(gpt2()))
     problems = len(check_sharding(model))
     with Meter(model.parameters()) as meter:
         loss = model(input_ids=ids, labels=ids).loss
@@ -471,7 +577,8 @@ def score_gpt2(shard_by_hand):
 # %%
 # %%turn 2
 def shard_by_hand(model):
-    return None  # your lines here; return the model
+    # fully_shard(...) on each block, then on what takes the rest
+    return None  # the model
 
 
 # %% tags=["solution"] turn=2
@@ -524,59 +631,58 @@ def shard_by_hand(model):
     return model
 
 
+# %% tags=["wrong"] turn=2 says="stay gathered after forward"
+def shard_by_hand(model):
+    for part in [*model.transformer.h, model]:
+        fully_shard(part, reshard_after_forward=False)
+    return model
+
+
 # %% [markdown]
-# ## The real job
+# ## In your own code
 #
-# The same loop as you would run it: loaded weights, mixed precision, clipping, checkpoints. Each line names
-# the lesson that explains it. `folder` is what `save_pretrained` wrote, `runs` is where checkpoints go; a
-# folded cell makes both. As a program it needs the first lines of `train.py`, up to `mesh` (pass it as
-# `mesh=mesh`), then `rank = dist.get_rank()`, your two folders, `from torch.distributed.fsdp import
-# MixedPrecisionPolicy` and `from fsdp_utils import check_sharding, checkpoints, load_pretrained,
-# save_distributed`.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-import tempfile
-
-transformers.utils.logging.disable_progress_bar()
-made = [tempfile.mkdtemp(), tempfile.mkdtemp()] if rank == 0 else [None, None]
-dist.broadcast_object_list(made)
-folder, runs = made
-if rank == 0:
-    llama().save_pretrained(folder)
-dist.barrier()
+# A training loop for one GPU needs four changes, marked in the next cell. The lines that are not marked stay
+# as they are; gradient clipping, for instance, takes the norm of the whole model and not of the shard.
+# `fsdp_utils.shard(model)` is the loop of the script: it finds the class of the blocks, calls `fully_shard`
+# on each and then on the model. (It leaves embedding and head to the root: call `fully_shard` on those
+# before.) The cell ends with three checks of the result.
 
 # %% tags=["job"]
 # %%ranks
-with torch.device("meta"):  # no rank builds the whole model: lesson 12
-    model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
-policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # compute in bf16, reduce in float32: lesson 7
-for part in [*model.model.layers, model]:
-    fully_shard(part, mp_policy=policy)
-load_pretrained(model=model, folder=folder)  # each rank reads its shards: lesson 12
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-torch.manual_seed(1 + rank)
+model = llama()  # as before; if no rank can hold it: lesson 12
+shard(model)  # 1: the units
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # 2: moves below the sharding
+assert check_sharding(model, optimizer) == []  # 3: on every rank
+torch.manual_seed(1 + rank)  # 4: other samples on each rank (with a DataLoader: DistributedSampler)
 for step in range(3):
-    ids = torch.randint(64, (4, 30), device=device)  # your data
-    model(input_ids=ids, labels=ids).loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # of the whole model, not of the shard
+    ids = torch.randint(64, (4, 30), device=device)
+    with record_collectives(model) as trace:
+        model(input_ids=ids, labels=ids).loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    save_distributed(runs, model, optimizer, step=step, keep=1)     # resumes on other ranks: lesson 8
+
+kept = sum(p.to_local().nbytes for p in model.parameters()) / sum(p.nbytes for p in model.parameters())
+print(f"a rank keeps {kept:.0%} of the parameters")
+print("a block is a", type(model.model.layers[0]).__name__)
+print(sum(event.kind == "all_gather" for event in trace.events), "all-gathers")
 assert norm.full_tensor() > 0
-assert not check_sharding(model, optimizer)
-print("checkpoints of steps", [*checkpoints(runs)])
 
 # %% [markdown]
-# ## With `torch.compile`
+# A rank keeps one part in `world_size` of the parameters: the model is sharded. The class of a block begins
+# with `FSDP`: the block is a unit (`print(model)` shows this for all modules). And with six blocks there are
+# 2 × 6 + 1 all-gathers: they are freed and gathered as planned. If you count 1, you called `fully_shard` on the
+# model alone. On GPUs, compare `torch.cuda.max_memory_allocated()` too. Mixed precision is lesson
+# [7](07_mixed_precision.ipynb), saving lessons [3](03_full_state_dict.ipynb) and
+# [8](08_local_state_dict_and_distributed_checkpoints.ipynb).
 #
-# Compile the units. FSDP's hooks are not compiled (`torch._dynamo.disable` marks them in torch's source), so
-# a graph ends at each of them. The next cell gives `torch.compile` a backend of its own, which counts the
-# graphs and runs them as they are.
+# **With `torch.compile`,** compile the units, not the model. FSDP's hooks are not compiled, so the graph of a
+# compiled model ends at each of them. The folded cell counts graphs in a Llama of two blocks, with a backend of
+# its own that counts and compiles nothing.
 
-# %% tags=["compile"]
+# %% tags=["compile"] jupyter={"source_hidden": true}
 # %%ranks
-def graphs_of(prepare):
+def graphs_of(*steps):
     torch.compiler.reset()
     graphs = []
 
@@ -585,30 +691,31 @@ def graphs_of(prepare):
         return graph
 
     model = llama(blocks=2)
-    prepare(model, model.model.layers, backend)
+    for step in steps:
+        step(model, backend)
     ids = torch.arange(16, device=device).reshape(1, 16)
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     key = next(name for name in model.state_dict() if "layers.0" in name)
-    return [len(graphs), max(graphs), key.removesuffix("self_attn.q_proj.weight"), loss.item()]
+    return [len(graphs), max(graphs), key.removesuffix("self_attn.q_proj.weight"), round(loss.item(), 5)]
 
 
-def compile_blocks(model, blocks, backend):
-    for block in blocks:
+def compile_blocks(model, backend):
+    for block in model.model.layers:
         block.compile(backend=backend)
 
 
-def wrap_blocks(model, blocks, backend):
-    for i, block in enumerate(blocks):
-        blocks[i] = torch.compile(block, backend=backend)
+def wrap_blocks(model, backend):
+    for i, block in enumerate(model.model.layers):
+        model.model.layers[i] = torch.compile(block, backend=backend)
 
 
-def compile_all(model, blocks, backend):
+def compile_all(model, backend):
     model.compile(backend=backend)
 
 
-def shard_all(model, blocks, backend):
-    for part in [*blocks, model]:
+def shard_all(model, backend):
+    for part in [*model.model.layers, model]:
         fully_shard(part)
 
 
@@ -619,26 +726,21 @@ orders = {
     "FSDP, then `model.compile()`": (shard_all, compile_all),
     "`model.compile()`, no FSDP": (compile_all,),
 }
-found = {name: graphs_of(lambda *args, steps=steps: [step(*args) for step in steps]) for name, steps in orders.items()}
-
-# %%
-found = ranks.get("found")[0]
+found = {name: graphs_of(*steps) for name, steps in orders.items()}
 assert [row[0] for row in found.values()] == [1, 1, 1, 5, 1]
-assert len({round(row[3], 5) for row in found.values()}) == 1  # the same loss
-Table(["", "graphs", "operations in the largest", "names begin with"], [[name, *row[:3]] for name, row in found.items()])
+assert len({row[3] for row in found.values()}) == 1  # the same loss
+names = ["", "graphs", "operations in the largest", "names begin with"]
+Table(names, [[name, *row[:3]] for name, row in found.items()])
 
 # %% [markdown]
-# A compiled block is one graph in either order, and one graph serves all blocks, which are alike. The whole
-# model under FSDP falls apart where the hooks stand. Prefer `block.compile()`: `torch.compile(block)` returns
-# a wrapper, whose `_orig_mod.` gets into the names of every checkpoint. (The graphs are cut before a backend
-# sees them, so the default one, inductor, which on a CPU needs a C++ compiler, gets the same.)
-
-# %% [markdown]
-# ## The way of 2022: FSDP1 and its policies
+# A compiled block is one graph, in either order, and one graph serves all blocks, because they are alike. The
+# compiled model is cut into five where the hooks stand, and the largest is no larger than a block. Prefer
+# `block.compile()`: `torch.compile(block)` returns a wrapper, and its `_orig_mod.` gets into the names of
+# your checkpoints.
 #
-# FSDP1 takes a rule, `auto_wrap_policy`, and wraps the modules itself. The folded cell names the block class
-# to it and prints the count of the script, 13. The rest of FSDP1 is in [lesson
-# 13](13_from_fsdp1_to_fsdp2.ipynb).
+# **With FSDP1,** the class `FullyShardedDataParallel` of 2022, you don't make calls but pass a rule,
+# `auto_wrap_policy`, and FSDP1 wraps the blocks itself. The folded cell names the block class in that rule, and
+# counts the same 13 all-gathers. [Lesson 13](13_from_fsdp1_to_fsdp2.ipynb) has the rest.
 
 # %% tags=["fsdp1"] jupyter={"source_hidden": true}
 # %%ranks
@@ -651,14 +753,19 @@ print(measure(FSDP(llama(), auto_wrap_policy=policy, device_id=device)).all_gath
 # %% [markdown]
 # ## When it goes wrong
 #
+# The first four rows raise no error, and `check_sharding` finds all of them.
+#
 # | you see | cause | cure |
 # | :-- | :-- | :-- |
 # | the loss does not move | the optimizer was built before `fully_shard` and holds the old parameters | build it after sharding |
-# | `ValueError: Parameter 'lm_head.weight' is shared with a parameter already managed by another FSDP group` | tied weights in two units | leave both to the root, or `fully_shard([embedding, head])` |
-# | no error, and the peak hardly falls with more ranks, although what is kept between steps does | one unit, or units of the wrong class | `fully_shard` on each block, or `shard(model)` |
-# | no error, and the ranks' embeddings differ | `fully_shard(model)` is missing, so what is outside of the blocks is not reduced | call it last |
+# | the peak hardly falls with more ranks, although what is kept between steps does | one unit for the whole model | `fully_shard` on each block, or `shard(model)` |
+# | the same, with the right number of units | units of the wrong class, so that part of each block is in the root | the class of the blocks |
+# | the ranks' embeddings differ | `fully_shard(model)` is missing, so what is outside of the blocks is not reduced | call it last |
+# | `ValueError: Parameter 'lm_head.weight' is shared with a parameter already managed by another FSDP group`, in the first forward | tied weights in two units | leave both to the root, or `fully_shard([embedding, head])` |
+# | `ValueError: fully_shard does not support containers that do not implement forward` | `fully_shard` on the `ModuleList` | loop over its blocks |
+# | `TypeError: Invariant encountered: value was None when it should not be` from `fully_shard(block)` | the model was sharded before its blocks | blocks first, the model last |
 #
-# `check_sharding` finds all four. Here it looks at a model with two of these mistakes:
+# The next cell makes two of the silent mistakes in one model. It trains without an error; the check speaks up:
 
 # %%
 # %%ranks
