@@ -169,9 +169,7 @@ def amounts(panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, unit: st
 
 
 @in_look
-def alive(
-    curves: Mapping[str, Sequence[int]], *, whole_model: int, what: str = "full parameters"
-) -> Image:
+def alive(curves: Mapping[str, Sequence[int]], *, whole_model: int, what: str = "full parameters") -> Image:
     """Draw the share of the model that is gathered at each moment of a training step, by way to shard.
 
     A curve has the bytes, of what the y axis names, that were alive after each operation of the step.

@@ -38,9 +38,9 @@ plots.show(fig, alt="A step by block: the root stays complete, each block only w
 # In forward, each block is gathered, computes (blue) and is freed before the next one computes. Backward
 # visits the blocks in reverse, so each has to be gathered a second time. While a block computes its
 # gradients, FSDP already gathers the one that comes next (grey), so that a GPU need not wait for it. (In
-# forward a GPU gathers ahead as well, which is not drawn; [lesson 4](04_backward_prefetch.ipynb) is about
-# this.) The pink bar is the **root**, the unit that the last call, `fully_shard(model)`, makes of
-# everything outside the blocks. It stays for the whole step.
+# forward a GPU gathers ahead, too, which is not drawn: [lesson 4](04_backward_prefetch.ipynb).) The pink bar
+# is the **root**, the unit that the last call, `fully_shard(model)`, makes of everything outside the blocks.
+# It stays for the whole step.
 
 # %% tags=["card"]
 lesson.card(
@@ -108,18 +108,18 @@ lesson.card(
 # and not what is computed; so no loss curve will tell you that your units are wrong. The **largest
 # all-gather** is the gain: as one unit, each rank has to rebuild the whole model in one piece, which is what
 # FSDP exists to avoid. By block the largest piece is one of six blocks, 16%. (The blocks hold 98% of this
-# model's parameters; its vocabulary is tiny.) The **number of all-gathers** is the price. The rest of the
-# lesson explains the 13, turns the 16% into a peak of memory, asks whether smaller units would be better
-# still, and ends with the check for your own model.
+# model's parameters; its vocabulary is tiny.) The **number of all-gathers** is the price. The lesson explains
+# the 13, turns the 16% into a peak of memory, asks whether smaller units would be better still, and ends with
+# a check of your own model.
 #
 # ## What a unit is
 #
 # `fully_shard(module)` makes one unit of all parameters inside `module` that no earlier call has taken. That
 # is why you call it on the parts first and on the model last: the model's call takes what is left, and that
-# is the root. It also adds hooks to the module. One hook gathers the unit's parameters, all in one
-# collective, right before the module's `forward` runs, and another frees them when `forward` returns. So a
-# unit has to be a module that is *called*: a block is, but `model.model.layers` is a `ModuleList`, which
-# only holds blocks, and `fully_shard` refuses it.
+# is the root. It also hooks itself into the module: right before the module's `forward` runs, one collective
+# gathers all parameters of the unit, and when `forward` returns, they are freed. So a unit has to be a module
+# that is *called*. A block is; `model.model.layers` is a `ModuleList`, which only holds blocks, and
+# `fully_shard` refuses it.
 #
 # A transformer repeats a **block**: attention, then a feed-forward network. In Llama the block is the class
 # `LlamaDecoderLayer`, and the root gets the embedding, the last norm and the head. Blocks are natural units
@@ -133,11 +133,11 @@ lesson.card(
 # unit is the root: one all-gather, and the whole model stays on every rank from then until backward is over.
 #
 # That counts messages; now the memory. The next cells start four ranks and measure one step for four choices
-# of units: the two that you know, one that is too coarse in a less obvious way (only the feed-forward
-# networks are units) and one that is very fine (each weight matrix of the blocks is a unit). `Meter`, a tool
-# of these lessons, watches every operation on a rank. In the last column it counts the parameters that are
-# complete **and the buffers they come from**: FSDP2 gathers a unit into one flat buffer and then copies each
-# parameter out of it, so for a moment a unit is in memory twice.
+# of units: the two that you know, one that leaves too much to the root (only the feed-forward networks are
+# units), and one that is very fine (each weight matrix of the blocks is a unit). `Meter`, a tool of these
+# lessons, watches every operation on a rank. In the last column it counts the parameters that are complete
+# **and the buffers they come from**: FSDP2 gathers a unit into one flat buffer and then copies each parameter
+# out of it, so for a moment a unit is in memory twice.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -209,33 +209,33 @@ Table(
 
 # %% [markdown]
 # Begin with the last column. **One unit** peaks at 200%: the whole model in the buffer, and once more in the
-# parameters copied out of it. **By block** peaks at a quarter of that. **Feed-forward** is the mistake that is
+# parameters copied out of it. **By block** peaks at a quarter of that. **Feed-forward** is a mistake that is
 # hard to see: there are as many units and all-gathers as by block, but the attention of all six blocks was
 # left to the root, which stays gathered, so the peak is half as high again. **By matrix** has the lowest
 # peak, and needs over six times as many all-gathers as by block.
 #
-# The middle column is what freeing costs. One unit sends the model once (1.5 MiB). By block and by matrix,
-# nearly every parameter travels twice, for forward and for backward.
+# The middle column is what freeing costs: one unit gathers the model once (1.5 MiB); by block and by matrix,
+# nearly every parameter travels twice.
 #
-# The figure shows the same four steps over time. Compare the height of forward, the left half of each panel,
-# with that of backward.
+# The figure shows the same four steps over time. Compare forward, the left half of each panel, with backward.
 
 # %%
 curves = dict(ranks.get("[(way, meter.gather_bytes) for way, meter in meters.items()]")[0])
 plots.alive(curves, whole_model=ranks.get("whole")[0], what="gathered")
 
 # %% [markdown]
-# One unit keeps parameters and buffer through all of forward, and the parameters through backward. By block
-# you see one tooth per block. In forward the tip of a tooth is the root (2%) and three times a block: the
-# block's parameters, the buffer they were just copied from, and the buffer of the block before. FSDP2 keeps
-# that last buffer until the next unit is copied out, so that a GPU can gather one unit while it copies
-# another. Three times 16% and 2% make the 51% of the table. In backward a buffer is freed at once, and the
-# maximum is the root and two blocks, 35%: the drawing at the top.
+# One unit keeps parameters and buffer through all of forward. By block, forward runs at a height of 35%: the
+# root (2%), the parameters of one block (16%) and the buffer they were copied from (16%). FSDP2 keeps that
+# buffer until the *next* unit is copied out, so that on a GPU the copies and the gathering can overlap. For
+# that moment there are three times a block and the root: the thin spikes, and the 51% of the table. They are
+# short, but the memory has to be there. In backward a buffer is freed at once, so the maximum is the root
+# and two blocks, 35%, as in the drawing at the top.
 #
 # ## Why not smaller units?
 #
-# The tip of the tooth is a formula, so you can predict the peak of any choice before you run it. `root` and
+# What makes the spikes is a formula, so you can predict the peak of a choice before you run it. `root` and
 # `units` are sizes in bytes, the units in the order of forward:
+
 
 # %%
 # %%ranks
@@ -249,12 +249,13 @@ blocks = [sum(p.nbytes for p in block.parameters()) for block in llama().model.l
 print(f"by block: {peak(whole - sum(blocks), blocks) / whole:.0%}")
 
 # %% [markdown]
-# That is the 51% measured above. Two quantities decide whether you should go on cutting. On the left is the
-# gain: seven choices in a Llama of twelve blocks, measured on the ranks (the folded cell also asserts that
-# the formula agrees). On the right is the price. Every all-gather takes some time to start, however little it
-# sends, so the smaller the unit, the larger the share of its time that goes into starting. These lines are
-# calculated, for three assumed pairs of starting time and link; the smallest sizes of nccl-tests measure the
-# starting time of your GPUs.
+# That is the 51% measured above. Should you go on cutting? On the left of the next figure is the gain: seven
+# choices in a Llama of twelve blocks, measured on the ranks (the folded cell asserts that the formula
+# agrees). On the right is the price. Every all-gather takes some time to start, however little it sends, so
+# the smaller the unit, the larger the share of time that goes into starting. These lines are calculated, for
+# three assumed pairs of starting time and link; nccl-tests, at its smallest sizes, measures the starting time
+# of your GPUs.
+
 
 # %% tags=["sweep"] jupyter={"source_hidden": true}
 # %%ranks
@@ -289,7 +290,7 @@ def starting(mib, start_us, link_gib_s):
     return 100 * start_us / (start_us + mib / 1024 / link_gib_s * 1e6)
 
 
-fig, (gain, price) = plots.figure(2, width=9.0, height=3.1)
+fig, (gain, price) = plots.figure(2, width=9.0, height=3.0)
 gain.plot([count for _, count, _ in swept], [high for *_, high in swept], "o-", color=plots.RANK_COLORS[0])
 for name, count, high in swept:
     gain.annotate(name, (count, high), (6, 4), textcoords="offset points", fontsize=9)
@@ -308,30 +309,31 @@ price.set(xscale="log", ylim=(0, 100), xlim=(4, 1024), title="price (calculated)
 price.set(xlabel="MiB in the unit", ylabel="time spent starting, %")
 price.set_xticks([4, 16, 64, 256, 1024], ["4", "16", "64", "256", "1,024"], minor=False)
 price.set_xticks([], minor=True)
-price.legend(loc="center right", fontsize=8, frameon=False)
-assert starting(416, 100, 200) < 5 and 25 < starting(59, 100, 200) < 26
-assert 59 < starting(14, 100, 200) < 60 and starting(14, 20, 25) < 4
-plots.show(fig, alt="Smaller units lower the peak less and less; starting takes a larger share of their time.")
+price.legend(loc="center right", fontsize=8, facecolor=plots.CARD, edgecolor=plots.CARD, framealpha=1)
+assert starting(416, 100, 200) < 5
+assert 25 < starting(59, 100, 200) < 26
+assert 59 < starting(14, 100, 200) < 60
+plots.show(
+    fig, alt="Smaller units lower the peak less and less; starting takes a larger share of their time."
+)
 
 # %% [markdown]
-# On the left, cutting pays most at first: from units of six blocks down to one block the peak falls from 149%
-# to 26%. A matrix per unit gets it down to 7%, but takes 169 all-gathers instead of 25. On the right, a block
-# of Llama-3-8B in bfloat16 (416 MiB) loses under 5% of its gathering time to starting even on the worst of
-# the three lines. A single matrix of it loses a quarter there, and a block of GPT-2 (14 MiB) three fifths,
-# though under 4% on the slow link, where sending takes so long that starting does not matter.
+# On the left, cutting pays most at first: from units of six blocks to one block the peak falls from 149% to
+# 26%. A unit for each matrix brings it to 7%, with 169 all-gathers instead of 25. On the right, a block of
+# Llama-3-8B in bfloat16 (416 MiB) loses under 5% of its gathering time to starting, even on the worst of the
+# three lines. One of its matrices loses a quarter there, and a block of GPT-2 (14 MiB) three fifths.
 #
-# So take the block, unless your blocks are as small as GPT-2's **and** your links are fast. Then put two or
-# more in a unit, by `fully_shard([block_0, block_1])`: such a model has memory to spare. Starting costs you
-# training time only where the GPU waits for the all-gather, which a profile shows.
+# So take the block, unless your blocks are as small as GPT-2's **and** a profile shows the GPU waiting for
+# all-gathers. Then put two or more blocks in a unit: `fully_shard([block_0, block_1])`. The peak rises, but
+# with blocks of this size it is small anyway, as the next table shows.
 #
 # ## Embedding, head and tied weights
 #
-# So far the root was 2% of the model. Real vocabularies are larger, and embedding and head then make the root
-# the largest unit of all. It stays gathered for the whole step, and FSDP2 gathers it like any other unit, with
-# a buffer. The table gives the peak by the formula above, in GiB of bfloat16, which is what a GPU gathers
-# under mixed precision ([lesson 7](07_mixed_precision.ipynb)). The models have their real sizes. They are
-# built on the **meta device**, where tensors have a shape and no memory; `transformer_block_classes` finds
-# the class of the blocks. Look at how much the last column still gains.
+# So far the root was 2% of the model. Real vocabularies are larger, and with embedding and head the root can
+# become the largest unit of all. It stays gathered for the whole step. The table gives the peak by the
+# formula above, in GiB of bfloat16, which is what a GPU gathers under mixed precision ([lesson
+# 7](07_mixed_precision.ipynb)). The models have their real sizes, but are built on the **meta device**, where
+# tensors have a shape and no memory. Look at what the last column still gains.
 
 # %% tags=["block-class"] jupyter={"source_hidden": true}
 # %%ranks 0
@@ -362,23 +364,23 @@ for name, (kind, config) in families.items():
         peaks.append(peak(root - embedding - head, [embedding, *blocks, head]))
     gib = [f"{2 * elements_ / 2**30:.1f}" for elements_ in peaks]
     rows.append([name, block_class.__name__, round(100 * root / total), *gib, *["tied"] * (3 - len(gib))])
-Table(["model", "block class", "in the root, %", "one unit", "by block", "and both ends"], rows)
+names = ["model", "block class", "in the root, %", "one unit, GiB", "by block, GiB", "and both ends, GiB"]
+Table(names, rows)
 
 # %% [markdown]
 # In Llama-2-7B and Llama-3-8B, embedding and head are two matrices. Give each a unit of its own, before the
-# call on the model. For Llama-3-8B this halves the peak, because embedding and head are used at opposite ends
-# of forward, so that they need not be in memory together. Torchtitan, PyTorch's own training code, cuts its
-# Llama 3 in this way, with the last norm in the head's unit: `fully_shard([norm, head])`.
+# call on the model. For Llama-3-8B this halves the peak, because the two are used at opposite ends of forward
+# and need not be in memory together. Torchtitan, PyTorch's own training code, cuts its Llama 3 in this way,
+# with the last norm in the head's unit: `fully_shard([norm, head])`.
 #
-# In Llama-3.2-1B and GPT-2, one matrix is both embedding and head: the weights are **tied**. Such a matrix is
-# needed first in forward and last in backward, so it is in memory for the whole step whatever you do, and it
-# must be in one unit. Leave both modules to the root, or name them together:
-# `fully_shard([embedding, head])`.
+# In Llama-3.2-1B and GPT-2, one matrix is both embedding and head: the weights are **tied**. It is the first
+# parameter that forward uses and the last, so a unit of its own would gain nothing, and it must not be in two
+# units. Leave both modules to the root, or name them together: `fully_shard([embedding, head])`.
 #
 # ## Your turn 1 · A large vocabulary
 #
-# - **Given:** `model`, a Llama with a vocabulary of 4,096, whose embedding `model.model.embed_tokens` and head
-#   `model.lm_head` are not tied and hold 57% of its parameters. By block it peaks at 128%.
+# - **Given:** `model`, a Llama whose embedding `model.model.embed_tokens` and head `model.lm_head` are not tied
+#   and hold 57% of its parameters. By block it peaks at 128%.
 # - **Goal:** a peak of at most 66% of the model, with at most 18 all-gathers in a step.
 # - **Return:** the model, after your calls of `fully_shard`.
 #
@@ -533,6 +535,7 @@ def choose_units(model):
 #
 # </details>
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
 def gpt2():
@@ -641,11 +644,11 @@ def shard_by_hand(model):
 # %% [markdown]
 # ## In your own code
 #
-# A training loop for one GPU needs four changes, marked in the next cell. The lines that are not marked stay
-# as they are; gradient clipping, for instance, takes the norm of the whole model and not of the shard.
-# `fsdp_utils.shard(model)` is the loop of the script: it finds the class of the blocks, calls `fully_shard`
-# on each and then on the model. (It leaves embedding and head to the root: call `fully_shard` on those
-# before.) The cell ends with three checks of the result.
+# Besides the first lines of the script, a training loop for one GPU needs four changes, marked in the next
+# cell. The other lines stay as they are; gradient clipping, for instance, takes the norm of the whole model
+# and not of the shard. `fsdp_utils.shard(model)` is the loop of the script: it finds the class of the blocks,
+# calls `fully_shard` on each, then on the model. (It leaves embedding and head to the root, unless you called
+# `fully_shard` on them before.) The cell ends with three checks.
 
 # %% tags=["job"]
 # %%ranks
@@ -669,16 +672,16 @@ print(sum(event.kind == "all_gather" for event in trace.events), "all-gathers")
 assert norm.full_tensor() > 0
 
 # %% [markdown]
-# A rank keeps one part in `world_size` of the parameters: the model is sharded. The class of a block begins
-# with `FSDP`: the block is a unit (`print(model)` shows this for all modules). And with six blocks there are
-# 2 × 6 + 1 all-gathers: they are freed and gathered as planned. If you count 1, you called `fully_shard` on the
-# model alone. On GPUs, compare `torch.cuda.max_memory_allocated()` too. Mixed precision is lesson
-# [7](07_mixed_precision.ipynb), saving lessons [3](03_full_state_dict.ipynb) and
+# A rank keeps one part in `world_size` of the parameters, so the model is sharded. The class of a block
+# begins with `FSDP`, so the block is a unit (`print(model)` shows this for all modules). And six blocks give
+# 2 * 6 + 1 all-gathers, so they are freed and gathered as planned; if you count 1, you called `fully_shard`
+# on the model alone. On GPUs, compare `torch.cuda.max_memory_allocated()` too. For mixed precision see lesson
+# [7](07_mixed_precision.ipynb), for saving lessons [3](03_full_state_dict.ipynb) and
 # [8](08_local_state_dict_and_distributed_checkpoints.ipynb).
 #
 # **With `torch.compile`,** compile the units, not the model. FSDP's hooks are not compiled, so the graph of a
-# compiled model ends at each of them. The folded cell counts graphs in a Llama of two blocks, with a backend of
-# its own that counts and compiles nothing.
+# compiled model ends at each of them. The folded cell counts the graphs in a Llama of two blocks:
+
 
 # %% tags=["compile"] jupyter={"source_hidden": true}
 # %%ranks
@@ -734,13 +737,12 @@ Table(names, [[name, *row[:3]] for name, row in found.items()])
 
 # %% [markdown]
 # A compiled block is one graph, in either order, and one graph serves all blocks, because they are alike. The
-# compiled model is cut into five where the hooks stand, and the largest is no larger than a block. Prefer
-# `block.compile()`: `torch.compile(block)` returns a wrapper, and its `_orig_mod.` gets into the names of
-# your checkpoints.
+# compiled model is cut into five where the hooks stand. Prefer `block.compile()`: `torch.compile(block)`
+# returns a wrapper, and its `_orig_mod.` gets into the names of your checkpoints.
 #
-# **With FSDP1,** the class `FullyShardedDataParallel` of 2022, you don't make calls but pass a rule,
-# `auto_wrap_policy`, and FSDP1 wraps the blocks itself. The folded cell names the block class in that rule, and
-# counts the same 13 all-gathers. [Lesson 13](13_from_fsdp1_to_fsdp2.ipynb) has the rest.
+# **With FSDP1,** the class `FullyShardedDataParallel` of 2022, you pass a rule, `auto_wrap_policy`, and FSDP1
+# wraps the blocks itself. The folded cell names the block class in that rule, and counts the same 13
+# all-gathers. [Lesson 13](13_from_fsdp1_to_fsdp2.ipynb) has the rest.
 
 # %% tags=["fsdp1"] jupyter={"source_hidden": true}
 # %%ranks
@@ -763,9 +765,9 @@ print(measure(FSDP(llama(), auto_wrap_policy=policy, device_id=device)).all_gath
 # | the ranks' embeddings differ | `fully_shard(model)` is missing, so what is outside of the blocks is not reduced | call it last |
 # | `ValueError: Parameter 'lm_head.weight' is shared with a parameter already managed by another FSDP group`, in the first forward | tied weights in two units | leave both to the root, or `fully_shard([embedding, head])` |
 # | `ValueError: fully_shard does not support containers that do not implement forward` | `fully_shard` on the `ModuleList` | loop over its blocks |
-# | `TypeError: Invariant encountered: value was None when it should not be` from `fully_shard(block)` | the model was sharded before its blocks | blocks first, the model last |
+# | from `fully_shard(block)`: `TypeError: Invariant encountered`, or with a named mesh `Cannot concatenate overlapping meshes` | the model was sharded before its blocks | blocks first, the model last |
 #
-# The next cell makes two of the silent mistakes in one model. It trains without an error; the check speaks up:
+# The next cell makes two of the silent mistakes in one model:
 
 # %%
 # %%ranks
