@@ -117,8 +117,8 @@ lesson.card(
 # `fully_shard(module)` makes one unit of all parameters inside `module` that no earlier call has taken. That
 # is why you call it on the parts first and on the model last: the model's call takes what is left, and that
 # is the root. It also hooks itself into the module: right before the module's `forward` runs, one collective
-# gathers all parameters of the unit, and when `forward` returns, they are freed. So a unit has to be a module
-# that is *called*. A block is; `model.model.layers` is a `ModuleList`, which only holds blocks, and
+# gathers all parameters of the unit, and when `forward` returns, they are freed (except the root's, for a
+# reason that follows). So a unit has to be a module that is *called*. A block is; `model.model.layers` is a `ModuleList`, which only holds blocks, and
 # `fully_shard` refuses it.
 #
 # A transformer repeats a **block**: attention, then a feed-forward network. In Llama the block is the class
@@ -135,8 +135,8 @@ lesson.card(
 # That counts messages; now the memory. The next cells start four ranks and measure one step for four choices
 # of units: the two that you know, one that leaves too much to the root (only the feed-forward networks are
 # units), and one that is very fine (each weight matrix of the blocks is a unit). `Meter`, a tool of these
-# lessons, watches every operation on a rank. In the last column it counts the parameters that are complete
-# **and the buffers they come from**: FSDP2 gathers a unit into one flat buffer and then copies each parameter
+# lessons, watches every operation on a rank. The last column counts the parameters that are complete **and
+# the buffers they come from**: FSDP2 gathers a unit into one flat buffer and then copies each parameter
 # out of it, so for a moment a unit is in memory twice.
 
 # %%
@@ -679,7 +679,9 @@ assert norm.full_tensor() > 0
 # [7](07_mixed_precision.ipynb), for saving lessons [3](03_full_state_dict.ipynb) and
 # [8](08_local_state_dict_and_distributed_checkpoints.ipynb).
 #
-# **With `torch.compile`,** compile the units, not the model. FSDP's hooks are not compiled, so the graph of a
+# ## With `torch.compile`
+#
+# Compile the units, not the model. FSDP's hooks are not compiled, so the graph of a
 # compiled model ends at each of them. The folded cell counts the graphs in a Llama of two blocks:
 
 
@@ -740,9 +742,11 @@ Table(names, [[name, *row[:3]] for name, row in found.items()])
 # compiled model is cut into five where the hooks stand. Prefer `block.compile()`: `torch.compile(block)`
 # returns a wrapper, and its `_orig_mod.` gets into the names of your checkpoints.
 #
-# **With FSDP1,** the class `FullyShardedDataParallel` of 2022, you pass a rule, `auto_wrap_policy`, and FSDP1
-# wraps the blocks itself. The folded cell names the block class in that rule, and counts the same 13
-# all-gathers. [Lesson 13](13_from_fsdp1_to_fsdp2.ipynb) has the rest.
+# ## The way of 2022: FSDP1 and its policies
+#
+# Everything above is FSDP2. To FSDP1, the class `FullyShardedDataParallel`, you pass a rule,
+# `auto_wrap_policy`, and it wraps the blocks itself. The folded cell names the block class in that rule, and
+# counts the same 13 all-gathers. [Lesson 13](13_from_fsdp1_to_fsdp2.ipynb) has the rest.
 
 # %% tags=["fsdp1"] jupyter={"source_hidden": true}
 # %%ranks
