@@ -49,7 +49,7 @@ bench: setup
 # The lessons as a web site in book/_build/html, from the notebooks as they are; opened in Chromium where there is one.
 book: setup .venv/made-for-book
 	@$(VENV_PYTHON) tools/build_book.py
-	@$(VENV_PYTHON) -m pytest -q tests/test_book.py
+	@$(VENV_PYTHON) -m pytest -q tests/test_book.py tests/test_book_keyboard.py
 
 # Sphinx, which nothing else needs
 .venv/made-for-book: locks/book.txt | setup

@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,  # noqa: F401  for a cure
     FullyShardedDataParallel,
+    MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
     StateDictType,
@@ -859,6 +860,16 @@ def optim_state_dict_empty() -> None:
 
 @provoked
 def optimizer_size_of_tensor() -> None:
+    accumulating = FSDP(blocks(1, 4))
+    optimizer = torch.optim.AdamW(accumulating.parameters(), foreach=False)
+    accumulating(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with accumulating.no_sync():
+        accumulating(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"The size of tensor a \(\d+\) must match the size of tensor b"):
+        optimizer.step()
+
     model = blocks(1, 4)
     local = nn.Linear(4, 2)  # the rows of one rank
     optimizer = torch.optim.AdamW(local.parameters())
@@ -868,6 +879,18 @@ def optimizer_size_of_tensor() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     optimizer.load_state_dict(saved)
     model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+@provoked
+def optimizer_gradients_of_another_dtype() -> None:
+    def make() -> tuple[Any, torch.optim.Optimizer]:
+        model = FSDP(blocks(), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = make()
+    with model.no_sync():
+        model(x).sum().backward()
     optimizer.step()
 
 
@@ -1448,6 +1471,12 @@ def trainer_checkpoint_of_fsdp() -> None:
 
 
 @provoked
+def trainer_no_valid_checkpoint() -> None:
+    trainer, folder = transformers.Trainer(blocks(), arguments()), tempfile.mkdtemp()
+    trainer._load_from_checkpoint(folder)
+
+
+@provoked
 def lightning_clip_by_norm() -> None:
     from lightning.pytorch.plugins.precision import FSDPPrecision
 
@@ -1525,6 +1554,74 @@ def fsdp1_optimizer_of_other_parameters() -> None:
     model = blocks()
     optimizer = torch.optim.AdamW(model.parameters())
     sd.get_optimizer_state_dict(FSDP(model, use_orig_params=False), optimizer)
+
+
+class Packed(torch.optim.Optimizer):
+    """Keeps its state in two dtypes, as optimizers of 8 bits do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"moment": torch.zeros_like(p), "scale": torch.ones_like(p, dtype=torch.bfloat16)}
+
+
+@provoked
+def fsdp1_optimizer_state_of_several_dtypes() -> None:
+    def packed(model: nn.Module) -> Packed:
+        optimizer = Packed(model)
+        model(x).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    model = FSDP(blocks(), use_orig_params=True)
+    FullyShardedDataParallel.optim_state_dict(model, packed(model))
+
+
+@provoked
+def fsdp1_optimizer_state_of_unused_unit() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.text, self.vision = FSDP(nn.Linear(8, 8)), FSDP(nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.text(x)
+
+    model = FSDP(Partly())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(x).sum().backward()
+    optimizer.step()
+    saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    saved["state"] |= {"vision.weight": {}, "vision.bias": {}}  # names without a state
+    FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved)
+
+
+@provoked
+def fsdp1_group_over_tensor_parallel() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+
+    def parallel() -> nn.Module:
+        return tp.parallelize_module(
+            nn.Sequential(nn.Linear(8, 8)), mesh["tensor"], {"0": tp.ColwiseParallel()}
+        )
+
+    FSDP(parallel(), process_group=mesh["data"].get_group())(x)
+
+
+@provoked
+def compile_of_fsdp1() -> None:
+    model, backend = blocks(), "eager"
+    wrapped = FSDP(blocks())
+    torch.compile(lambda x: wrapped(x), backend=backend, fullgraph=True)(x)  # without it, a graph break
+
+
+@provoked(seconds=2, fresh=True)
+def broadcast_of_sharded_state() -> None:
+    model = sharded()
+    options = sd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    sd.set_model_state_dict(model, model.state_dict(), options=options)
 
 
 @provoked
@@ -1687,6 +1784,30 @@ def accelerate_cpu_offload_of_another_version() -> None:
     from torch.distributed.fsdp import CPUOffload
 
     fsdp2_plugin(cpu_offload=CPUOffload(True))
+
+
+@provoked
+def accelerate_ram_efficient_alone() -> None:
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    def arguments(sync_module_states: bool) -> Any:
+        line = [
+            "--num_processes",
+            "2",
+            "--num_machines",
+            "1",
+            "--mixed_precision",
+            "no",
+            "--dynamo_backend",
+            "no",
+        ]
+        options = launch_command_parser().parse_args([*line, "--use_fsdp", "train.py"])
+        options.fsdp_cpu_ram_efficient_loading = True  # as a config of Accelerate has them
+        options.fsdp_sync_module_states = sync_module_states
+        return options
+
+    prepare_multi_gpu_env(arguments(sync_module_states=False))
 
 
 @provoked
@@ -1885,6 +2006,8 @@ ONE_CALL: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     ),
     "collective-of-a-number": (blocks, lambda model: dist.all_reduce(1.5)),
     "ddp-nothing-to-train": (lambda: blocks().requires_grad_(False), nn.parallel.DistributedDataParallel),
+    "accelerate-no-device": (blocks, lambda model: FullyShardedDataParallelPlugin(sync_module_states=True)),
+    "accelerate-plugin-of-another-version": (blocks, lambda model: fsdp2_plugin().save_model),
     "accelerate-local-state-dict": (blocks, lambda model: fsdp2_plugin(state_dict_type="LOCAL_STATE_DICT")),
     "accelerate-reshard-string": (blocks, lambda model: fsdp2_plugin(reshard_after_forward="FULL_SHARD")),
     "accelerate-forward-prefetch": (blocks, lambda model: fsdp2_plugin(forward_prefetch=True)),

@@ -41,7 +41,7 @@ QUESTIONS = table()["questions"]
 RAISED = [name for name, entry in MESSAGES.items() if "only_with" not in entry]
 PASTED = yaml.safe_load((ROOT / "tests" / "data" / "tracebacks.yaml").read_text(encoding="utf-8"))
 OF = {"FSDP1", "FSDP2", "DTensor", "DeviceMesh", "DCP", "state dict", "gloo", "NCCL", "CUDA", "torch"}
-OF |= {"Accelerate", "transformers", "peft", "Lightning", "torchtitan", "torchao"}
+OF |= {"Accelerate", "transformers", "peft", "Lightning", "torchtitan", "torchao", "Ray"}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_every_message_has_a_test_or_says_why_it_has_none() -> None:
         compile(entry.get("code", ""), name, "exec")
         assert ("only_with" in entry) != ("code" in entry), name
         assert re.match(
-            r"(CUDA|torch(run|ao|titan)?|Accelerate|Lightning|transformers)( before [\d.]+)?: \S+, \S+",
+            r"(CUDA|torch(run|ao|titan)?|Accelerate|Lightning|Ray|transformers)( before [\d.]+)?: \S+, \S+",
             entry.get("only_with", "CUDA: file, symbol"),
         ), name
 
@@ -572,6 +572,16 @@ def test_the_command_prints_the_answer_or_that_it_knows_none(tmp_path: Path) -> 
     assert done.returncode == 1
     assert "No message in this text is known" in done.stdout
     assert "can be read" in command(str(tmp_path / "none")).stderr
+
+
+def test_a_warning_alone_is_not_given_out_for_the_error() -> None:
+    warning = "UserWarning: No device id is provided via `init_process_group` or `barrier `."
+    note = "this is a warning, not the error in this text"
+    assert note in command(text=f"{warning}\nRuntimeError: nobody has written about this").stdout
+    assert note not in command(text=warning).stdout
+    known = command(text=f"{warning}\nValueError: Cannot flatten integer dtype tensors").stdout
+    assert note not in known
+    assert known.startswith("cannot-flatten-integer-dtype")
 
 
 def test_without_an_entry_the_command_names_the_part_that_raised() -> None:

@@ -47,6 +47,10 @@ def without_root(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
     return model
 
 
+def layers_only(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    return nn.Sequential(*[wrap(nn.Linear(8, 8)) for _ in range(3)])
+
+
 def embedding_only() -> nn.Module:
     model = HandWritten()
     return units(model, model.embedding)
@@ -102,6 +106,14 @@ UNITS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "only the root, FSDP1": (lambda: fsdp1(HandWritten(), use_orig_params=True), [ONLY_ROOT + GIVE_POLICY]),
     "no root": (lambda: without_root(fully_shard), [FORGOTTEN + r"Call fully_shard\(model\)"]),
     "no root, FSDP1": (lambda: without_root(fsdp1), [FORGOTTEN + "Wrap the whole model"]),
+    "layers without the model": (
+        lambda: layers_only(fully_shard),
+        [r"^3 units lie side by side in \(root\), such as 0.*Call fully_shard\(model\)"],
+    ),
+    "layers without the model, FSDP1": (
+        lambda: layers_only(fsdp1),
+        [r"^3 units lie side by side in \(root\), such as 0.*Wrap the whole model"],
+    ),
     "another class": (embedding_only, [NO_UNITS + CALL_SHARD]),
     "another class, FSDP1": (
         lambda: fsdp1(HandWritten(), auto_wrap_policy=ModuleWrapPolicy({nn.Embedding})),

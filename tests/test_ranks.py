@@ -18,6 +18,14 @@ def ranks_of(notebook: Notebook) -> list[psutil.Process]:
     return [process for server in notebook.process.children() for process in server.children()]
 
 
+def runs(process: psutil.Process) -> bool:
+    """Whether a process has not ended; one that has stays in the table until its new parent looks."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     limit = time.monotonic() + 30
     while not condition():
@@ -69,7 +77,8 @@ def another() -> Iterator[Callable[..., Notebook]]:
         alive = notebook.manager.is_alive()
         processes = notebook.process.children(recursive=True) if alive else []
         notebook.close()
-        assert psutil.wait_procs(processes, timeout=5)[1] == []
+        _, left = psutil.wait_procs(processes, timeout=5)
+        assert [one for one in left if runs(one)] == []
 
 
 LOCALS_THAT_OUTLIVE = """%%ranks
@@ -181,6 +190,29 @@ def test_a_collective_that_some_ranks_never_enter_ends_and_shows_where_each_stan
     assert "---->   2     dist.all_reduce(x)" in failed.traceback
     assert "rank 2 had finished the cell\nrank 3 had finished the cell" in failed.traceback
     assert "waits at most 1 s" in failed.traceback
+
+
+ANOTHER_THREAD_COMES = """ranks.run('''
+import threading, time
+second = dist.new_group()
+
+def come_late():
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+        pass
+    dist.broadcast(torch.ones(1), 0, group=second)
+
+if rank == 0:
+    threading.Thread(target=come_late).start()
+else:
+    dist.broadcast(torch.ones(1), 0, group=second)
+dist.barrier()
+print("met")
+''', stuck_s=0.4)"""
+
+
+def test_ranks_in_different_collectives_are_not_stuck_while_a_thread_of_one_can_go_on(four: Notebook) -> None:
+    assert four.run(ANOTHER_THREAD_COMES).text == "all ranks | met\n"
 
 
 def test_a_rank_that_dies_is_named_and_replaced(four: Notebook) -> None:
@@ -425,7 +457,8 @@ def test_when_a_start_is_interrupted_or_the_kernel_goes_no_process_stays(
         processes = notebook.process.children(recursive=True)
         assert len([process for process in processes if process.name() == "sleep"]) == 2
         end()
-        assert psutil.wait_procs(processes, timeout=5)[1] == []
+        _, left = psutil.wait_procs(processes, timeout=5)
+        assert [one for one in left if runs(one)] == []
 
 
 def test_in_a_script_start_names_what_to_use_instead_and_no_torch_is_loaded() -> None:

@@ -35,7 +35,7 @@ FINDINGS = """
 The table is [findings.yaml](../fsdp_utils/doctor/findings.yaml).
 """
 ORDER = ["FSDP2", "FSDP1", "DTensor", "DeviceMesh", "torch", "DCP", "state dict", "gloo", "NCCL", "CUDA"]
-ORDER += ["torchrun", "Accelerate", "transformers", "peft", "Lightning", "torchtitan", "torchao"]
+ORDER += ["torchrun", "Accelerate", "transformers", "peft", "Lightning", "torchtitan", "torchao", "Ray"]
 
 
 def lesson(number: int) -> str:

@@ -34,6 +34,8 @@ def main() -> int:
         print("\n\n".join(map(str, answers)))
     else:
         print(answers[0])
+        if all(answer.warns for answer in answers) and "Error: " in text:
+            print("Note:    this is a warning, not the error in this text.", raised_by(text))
         if answers[0].follows:
             print("Note:    another rank's error mostly comes before this one: look at its output, too.")
         if others := ", ".join(answer.id for answer in answers[1:]):

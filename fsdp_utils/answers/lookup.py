@@ -38,10 +38,8 @@ class Answer(NamedTuple):
     def __str__(self) -> str:
         code = "".join(f"    {line}\n" for line in self.code.splitlines())
         return (
-            f"{self.id} ({self.of})\n"
-            f"Message: {self.message}\n"
-            f"Means:   {self.means}\n"
-            f"Cause:   {self.cause}\n"
+            f"{self.id} ({self.of})\nMessage: {self.message}\n"
+            f"Means:   {self.means}\nCause:   {self.cause}\n"
             f"Cure:    {self.cure}\n{code}"
             f"Lesson:  {self.lesson}, and notebooks/answers.md#{self.id}"
         )

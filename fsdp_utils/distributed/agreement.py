@@ -74,7 +74,13 @@ class Ranks:
     """
 
     def __init__(
-        self, action: str, error: type[Exception], *, told: type[Exception] = Exception, alone: bool = False
+        self,
+        action: str,
+        error: type[Exception],
+        *,
+        topic: str = "",
+        told: type[Exception] = Exception,
+        alone: bool = False,
     ) -> None:
         self.action = action
         self.error = error
@@ -83,7 +89,7 @@ class Ranks:
         self.consequence = ""  # what a failure from here on means; added to the error
         self.in_background = False  # whether the program goes on meanwhile, and may end
         self._told = told
-        self._topic = ""
+        self._topic = topic
         self._is_apart = False  # whether these ranks have a group of their topic
         self._round = 0  # number of this topic's entries in the store
         self._shared: Exception | None = None  # the error that every rank has
@@ -315,8 +321,7 @@ def agree(
         ranks = agree("evaluate", lambda: {"step": 3}, error=RuntimeError, topic="evaluate")
         print(ranks.first(lambda: 2.5))  # 2.5
     """
-    ranks = Ranks(action, error)
-    ranks._topic = topic
+    ranks = Ranks(action, error, topic=topic)
     stated = ranks._call(lambda: {name: json.dumps(value) for name, value in facts().items()})
     if ranks.distributed:
         ranks._enter(wait_s)

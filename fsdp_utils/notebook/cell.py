@@ -21,7 +21,7 @@ STATUS_S = 1.0  # a cell that takes longer says what its ranks do
 STATUS_LENGTH = 100  # characters: a line that wraps cannot be replaced
 WAITING_S = 5.0  # a rank that is in the same collective for longer waits for the others
 KILL_S = {"cpu": 3.0, "cuda": 20.0}  # ... and after this, killed; to abort NCCL's communicators takes longer
-UNKNOWN = Position(where=None, line=None, collective=None, seconds=0.0)
+UNKNOWN = Position(where=None, line=None, collective=None, seconds=0.0, runnable=True)
 
 
 class RankError(RuntimeError):
@@ -112,7 +112,8 @@ class Cell:
         places = {rank: self.calls[rank].position or UNKNOWN for rank in self._busy()}
         together = len({(p["collective"], p["line"]) for p in places.values()}) == 1 and not self.outcomes
         limit_s = self.timeout_s if together else self.stuck_s or 0.0  # gloo's recv waits longer than it may
-        if not places or not all(p["collective"] and p["seconds"] > limit_s for p in places.values()):
+        waiting = [p["collective"] and p["seconds"] > limit_s and not p["runnable"] for p in places.values()]
+        if not places or not all(waiting):
             return ""
         lines = [f"{output.name_ranks([rank], 0)} waits at {p['where']}" for rank, p in places.items()]
         done = [f"{output.name_ranks([rank], 0)} has finished" for rank in sorted(self.outcomes)]

@@ -214,7 +214,8 @@ def _report_position(source: str) -> None:
             now = place, _cpu_time_ms(main)
             if now != before:
                 before, since = now, time.monotonic()
-            _notebook.tell("position", place | {"seconds": time.monotonic() - since})
+            more = {"seconds": time.monotonic() - since, "runnable": _others_runnable()}
+            _notebook.tell("position", place | more)
 
 
 def _cpu_time_ms(thread: int) -> int:
@@ -222,6 +223,19 @@ def _cpu_time_ms(thread: int) -> int:
     if not hasattr(time, "pthread_getcpuclockid"):
         return 0
     return round(time.clock_gettime(time.pthread_getcpuclockid(thread)) * 1000)
+
+
+def _others_runnable() -> bool:
+    """Does another thread of this process run, or wait for a core? False where the system does not tell.
+
+    On a busy machine a rank that seems to wait in a collective may only wait for a core.
+    """
+    own = str(threading.get_native_id())
+    for thread in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if thread.name != own and (thread / "stat").read_text().rpartition(") ")[2].startswith("R"):
+                return True
+    return False
 
 
 def _watch_for_interrupts() -> None:

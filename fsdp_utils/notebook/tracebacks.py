@@ -34,6 +34,7 @@ class Position(TypedDict):
     line: int | None  # its number
     collective: str | None  # the function of torch.distributed that the line is in
     seconds: float  # for how long it has been there
+    runnable: bool  # whether another thread of the rank could go on
 
 
 def failure(name: str, message: str) -> Failure:
@@ -99,9 +100,9 @@ def position(thread: int, source: str) -> Position:
             below.reverse()
             in_collective = _is_collective([library.co_filename for library in below])
             name = _collective_name(below) if in_collective else None
-            return Position(where=_where(code, line), line=line, collective=name, seconds=0.0)
+            return Position(where=_where(code, line), line=line, collective=name, seconds=0.0, runnable=False)
         below.append(code)
-    return Position(where=None, line=None, collective=None, seconds=0.0)
+    return Position(where=None, line=None, collective=None, seconds=0.0, runnable=False)
 
 
 def _collective_name(calls: list[CodeType]) -> str:

@@ -76,14 +76,21 @@ def _units(wrapped: _Wrapped) -> Iterator[str]:
     if not units:  # DDP
         return
     root = units[0]
+    around = "Wrap the whole model in FSDP." if root.fsdp1 else "Call fully_shard(model) after its parts."
     if loose:
-        cure = "Wrap the whole model in FSDP." if root.fsdp1 else "Call fully_shard(model) after its parts."
         yield (
             f"{len(loose)} parameters are in no unit (such as {next(iter(loose))}): they are not sharded and "
-            f"their gradients are not averaged over the ranks. {cure}"
+            f"their gradients are not averaged over the ranks. {around}"
         )
         return
     if root.name != ROOT and not all(unit.name.startswith(f"{root.name}.") for unit in units[1:]):
+        container, _, number = root.name.rpartition(".")
+        if number.isdigit() and all(unit.name.rpartition(".")[0] == container for unit in units):
+            yield (
+                f"{len(units)} units lie side by side in {container or ROOT}, such as {root.name}, with none "
+                "around them: each is a root, which stays gathered after its forward by default, and nothing "
+                f"is gathered ahead of its use. {around}"
+            )
         return  # several sharded models side by side have no common root
     classes: set[type[nn.Module]] = set()
     with suppress(ValueError):
