@@ -530,8 +530,38 @@ def norm_outside_the_plan() -> list[str]:
     return raised
 
 
+def graphs_of_compiled_units() -> dict[str, int]:
+    """Count the graphs of a Llama of two blocks: blocks compiled, then sharded; in reverse; all compiled."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    ids, found, losses = torch.arange(16).reshape(1, 16), {}, []
+    for order in ("compile, shard", "shard, compile", "shard, compile all"):
+        torch.compiler.reset()
+        graphs: list[torch.fx.GraphModule] = []
+
+        def backend(graph: torch.fx.GraphModule, _: Any, graphs: list[Any] = graphs) -> torch.fx.GraphModule:
+            graphs.append(graph)
+            return graph
+
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes))
+        blocks = list(model.model.layers)
+        for step in order.split(", "):
+            for part in [model] if step == "compile all" else blocks:
+                fully_shard(part) if step == "shard" else part.compile(backend=backend)
+            if step == "shard":
+                fully_shard(model)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        found[order] = len(graphs)
+        losses.append(round(loss.item(), 4))
+    assert len(set(losses)) == 1
+    return found
+
+
 @on_ranks()
 def test_questions_on_states_adapters_and_activations() -> None:
+    compiled = graphs_of_compiled_units()
+    assert compiled == {"compile, shard": 1, "shard, compile": 1, "shard, compile all": 5}
     assert adapters_after_to_empty() == ([], True, True)
     assert gathers_of_optimizer_state() == [0, 8]
     assert gathers_of_model_state() == [2, 0]

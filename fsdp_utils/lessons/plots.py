@@ -169,10 +169,17 @@ def amounts(panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, unit: st
 
 
 @in_look
-def alive(curves: Mapping[str, Sequence[int]], *, whole_model: int, what: str = "full parameters") -> Image:
+def alive(
+    curves: Mapping[str, Sequence[int]],
+    *,
+    whole_model: int,
+    what: str = "full parameters",
+    forward: Sequence[int] = (),
+) -> Image:
     """Draw the share of the model that is gathered at each moment of a training step, by way to shard.
 
     A curve has the bytes, of what the y axis names, that were alive after each operation of the step.
+    `forward` has the number of operations in the forward of each curve; a line then stands after them.
     """
     shares = {title: [100 * nbytes / whole_model for nbytes in curve] for title, curve in curves.items()}
     top = 25 + max(100.0, *map(max, shares.values()))
@@ -182,12 +189,17 @@ def alive(curves: Mapping[str, Sequence[int]], *, whole_model: int, what: str = 
         axes.axhline(100, color=INK, linestyle="--", linewidth=0.8)
         peak = max(percent)
         above = peak + 0.024 * top
-        axes.text(len(percent) / 2, above, f"peak {peak:.0f}%", ha="center", fontweight="bold")
+        box = {"facecolor": CARD, "edgecolor": CARD, "pad": 0} if forward else None  # over the line
+        axes.text(len(percent) / 2, above, f"peak {peak:.0f}%", ha="center", fontweight="bold", bbox=box)
         axes.set(title=title, ylim=(0, top), xlim=(0, len(percent)), xticks=[])
         axes.set_xlabel("operations of one step")
         ticks = range(0, int(top), 50)
         axes.set_yticks(ticks, [str(tick) for tick in ticks] if axes is panels[0] else [""] * len(ticks))
         axes.spines["left"].set_visible(False)
+        if forward:
+            axes.axvline(forward[index], color=INK, linewidth=0.8)
+            middles = [forward[index] / 2, (forward[index] + len(percent)) / 2]
+            axes.set_xticks(middles, ["forward", "backward"])
         axes.tick_params(length=0)
     panels[0].set_ylabel(f"{what}, % of model")
     return show(fig, alt=f"Share of the model that is whole during a step: {', '.join(curves)}.")
