@@ -560,8 +560,6 @@ def graphs_of_compiled_units() -> dict[str, int]:
 
 @on_ranks()
 def test_questions_on_states_adapters_and_activations() -> None:
-    compiled = graphs_of_compiled_units()
-    assert compiled == {"compile, shard": 1, "shard, compile": 1, "shard, compile all": 5}
     assert adapters_after_to_empty() == ([], True, True)
     assert gathers_of_optimizer_state() == [0, 8]
     assert gathers_of_model_state() == [2, 0]
@@ -578,6 +576,12 @@ def test_questions_on_states_adapters_and_activations() -> None:
     assert "got mixed torch.Tensor and DTensor" in mixed
     assert local == ""
     assert importlib.import_module("torch.distributed._composable.fsdp").fully_shard is fully_shard
+
+
+@on_ranks(1, timeout=150)
+def test_a_compiled_block_is_one_graph_and_fsdp_cuts_a_compiled_model() -> None:
+    found = graphs_of_compiled_units()
+    assert found == {"compile, shard": 1, "shard, compile": 1, "shard, compile all": 5}
 
 
 # ---- the command -----------------------------------------------------------------------------------------
