@@ -530,6 +530,34 @@ def norm_outside_the_plan() -> list[str]:
     return raised
 
 
+def graphs_of_compiled_units() -> dict[str, int]:
+    """Count the graphs of a Llama of two blocks: blocks compiled, then sharded; in reverse; all compiled."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    ids, found, losses = torch.arange(16).reshape(1, 16), {}, []
+    for order in ("compile, shard", "shard, compile", "shard, compile all"):
+        torch.compiler.reset()
+        graphs: list[torch.fx.GraphModule] = []
+
+        def backend(graph: torch.fx.GraphModule, _: Any, graphs: list[Any] = graphs) -> torch.fx.GraphModule:
+            graphs.append(graph)
+            return graph
+
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes))
+        blocks = list(model.model.layers)
+        for step in order.split(", "):
+            for part in [model] if step == "compile all" else blocks:
+                fully_shard(part) if step == "shard" else part.compile(backend=backend)
+            if step == "shard":
+                fully_shard(model)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        found[order] = len(graphs)
+        losses.append(round(loss.item(), 4))
+    assert len(set(losses)) == 1
+    return found
+
+
 @on_ranks()
 def test_questions_on_states_adapters_and_activations() -> None:
     assert adapters_after_to_empty() == ([], True, True)
@@ -548,6 +576,12 @@ def test_questions_on_states_adapters_and_activations() -> None:
     assert "got mixed torch.Tensor and DTensor" in mixed
     assert local == ""
     assert importlib.import_module("torch.distributed._composable.fsdp").fully_shard is fully_shard
+
+
+@on_ranks(1, timeout=150)
+def test_a_compiled_block_is_one_graph_and_fsdp_cuts_a_compiled_model() -> None:
+    found = graphs_of_compiled_units()
+    assert found == {"compile, shard": 1, "shard, compile": 1, "shard, compile all": 5}
 
 
 # ---- the command -----------------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ RUN = {"ranks": 2, "begun": 0, "points": [(2, 0), (5, 17)], "ended": 5, "killed"
 # each takes a number that it draws
 FIGURES: dict[str, Callable[[int], Any]] = {
     "alive": lambda n: plots.alive({"one": [0, 100, 0], "many": [0, 20, 30 + n, 0]}, whole_model=100),
-    "alive, with backward": lambda n: plots.alive({"one": [0, 50, 0]}, whole_model=99, backward=[n]),
+    "alive, with a line after forward": lambda n: plots.alive(
+        {"one": [0, 100, 0]}, whole_model=100, forward=[n]
+    ),
     "layers": lambda n: plots.layers(
         {"one": {"a": "x", "b": str(n)}, "two": {"a": "y", "b": "z"}}, above=["all"], below=["torch"], alt="a"
     ),

@@ -151,30 +151,39 @@ def amounts(panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, unit: st
 
 
 @in_look
-def alive(curves: Mapping[str, Sequence[int]], *, whole_model: int, backward: Sequence[int] = ()) -> Image:
+def alive(
+    curves: Mapping[str, Sequence[int]],
+    *,
+    whole_model: int,
+    what: str = "full parameters",
+    forward: Sequence[int] = (),
+) -> Image:
     """Draw the share of the model that is gathered at each moment of a training step, by way to shard.
 
-    A curve has the bytes of gathered parameters that were alive after each operation of the step; `backward`
-    has, for each curve, the number of operations before its backward, where a line is drawn.
+    A curve has the bytes, of what the y axis names, that were alive after each operation of the step.
+    `forward` has the number of operations in the forward of each curve; a line then stands after them.
     """
+    shares = {title: [100 * nbytes / whole_model for nbytes in curve] for title, curve in curves.items()}
+    top = 25 + max(100.0, *map(max, shares.values()))
     fig, panels = figure(len(curves), width=2.0 * len(curves) + 0.6, height=2.5)
-    for index, (axes, (title, curve)) in enumerate(zip(panels, curves.items(), strict=True)):
-        percent = [100 * nbytes / whole_model for nbytes in curve]
+    for index, (axes, (title, percent)) in enumerate(zip(panels, shares.items(), strict=True)):
         axes.fill_between(range(len(percent)), percent, step="post", color=_color(index), linewidth=0)
         axes.axhline(100, color=INK, linestyle="--", linewidth=0.8)
         peak = max(percent)
-        axes.text(len(percent) / 2, peak + 3, f"peak {peak:.0f}%", ha="center", fontweight="bold")
-        axes.set(title=title, ylim=(0, 125), xlim=(0, len(percent)), xticks=[])
+        above = peak + 0.024 * top
+        box = {"facecolor": CARD, "edgecolor": CARD, "pad": 0} if forward else None  # over the line
+        axes.text(len(percent) / 2, above, f"peak {peak:.0f}%", ha="center", fontweight="bold", bbox=box)
+        axes.set(title=title, ylim=(0, top), xlim=(0, len(percent)), xticks=[])
         axes.set_xlabel("operations of one step")
-        if backward:
-            begin = backward[index]
-            axes.plot([begin, begin], [0, peak], color=CARD, linewidth=1.5)
-            axes.plot([begin, begin], [0, 100], color=INK, linestyle=":", linewidth=1.2)
-            axes.set_xticks([begin / 2, (begin + len(percent)) / 2], ["forward", "backward"])
-        axes.set_yticks([0, 50, 100], ["0", "50", "100"] if axes is panels[0] else [])
+        ticks = range(0, int(top), 50)
+        axes.set_yticks(ticks, [str(tick) for tick in ticks] if axes is panels[0] else [""] * len(ticks))
         axes.spines["left"].set_visible(False)
+        if forward:
+            axes.axvline(forward[index], color=INK, linewidth=0.8)
+            middles = [forward[index] / 2, (forward[index] + len(percent)) / 2]
+            axes.set_xticks(middles, ["forward", "backward"])
         axes.tick_params(length=0)
-    panels[0].set_ylabel("full parameters, % of model")
+    panels[0].set_ylabel(f"{what}, % of model")
     return show(fig, alt=f"Share of the model that is whole during a step: {', '.join(curves)}.")
 
 

@@ -699,7 +699,7 @@ curves = {name: m.whole_bytes for name, m in meters.items()}
 
 # %%
 begins = ranks.get("[m.in_forward for m in meters.values()]")[0]
-plots.alive(ranks.get("curves")[0], whole_model=ranks.get("model_bytes")[0], backward=begins)
+plots.alive(ranks.get("curves")[0], whole_model=ranks.get("model_bytes")[0], forward=begins)
 
 # %% [markdown]
 # The losses are again those of one process (asserted), with the collectives of your units: four gathers where
