@@ -1,10 +1,20 @@
 # %% [markdown]
 # # 6 · Sharding strategies
 #
-# Which strategy for my model and my links? **Begin with FULL_SHARD. If its gathers are not hidden: on two or
-# three hosts of which each can hold the model's state, put a copy on each (HYBRID_SHARD, a mesh of two
-# dimensions); else, if memory is left, keep units complete until backward (ZeRO-2,
-# `reshard_after_forward=False`).**
+# Which strategy for my model and my links? **Begin with FULL_SHARD, which is what `fully_shard` does by
+# default. Of FSDP's strategies it keeps the least memory, and sends the most between hosts. Change it only if
+# your GPUs wait for that.** Then you pay memory to send less. Three changes do so, each with one argument:
+#
+# | strategy | what you type, for each block and then the model | a rank holds, GiB | leave a host in a step, GiB |
+# |:--|:--|--:|--:|
+# | FULL_SHARD | `fully_shard(block, mesh=flat)` | 8.8 | 55.9 |
+# | hpZ | `fully_shard(block, mesh=flat, reshard_after_forward=8)` | 10.7 | 41.9 |
+# | ZeRO-2 | `fully_shard(block, mesh=flat, reshard_after_forward=False)` | 23.3 | 41.9 |
+# | HYBRID_SHARD | `fully_shard(block, mesh=hosts)` | 16.3 | 29.8 |
+# | DDP, no FSDP | `DistributedDataParallel(model)` | 119.2 | 55.9 |
+#
+# The numbers are calculated for 8 billion parameters on two hosts of eight GPUs, without activations; set your
+# own below, in "Your cluster". `flat` is a mesh of all ranks in one row, `hosts` has one row for each host.
 
 # %% jupyter={"source_hidden": true}
 from matplotlib.patches import Rectangle
@@ -12,10 +22,10 @@ from matplotlib.patches import Rectangle
 from fsdp_utils.lessons import lesson, plots, recorded
 
 SAID = {
-    "DDP": "state 4 P\nsends 2 P",
-    "ZeRO-2": "state 4 P / n, and P in a step\nsends 2 P",
-    "FULL_SHARD": "state 4 P / n\nsends 3 P",
-    "HYBRID_SHARD": "state 4 P / m\nsends 3 P in the host,\n2 P / m between hosts",
+    "FULL_SHARD": "a quarter; one or two units\nat a time are complete",
+    "ZeRO-2": "a quarter; all is complete\nfrom forward to backward",
+    "HYBRID_SHARD": "a half: each host\nhas a copy",
+    "DDP": "everything",
 }
 KEPT = {"DDP": lambda r, piece: True, "HYBRID_SHARD": lambda r, piece: piece // 2 == r % 2}
 fig, panels = plots.figure(4, width=9.8, height=2.8)
@@ -35,13 +45,10 @@ for axes, (name, said) in zip(panels, SAID.items()):
 plots.show(fig, alt="Which quarters of the parameters each of four ranks on two hosts holds, by strategy.")
 
 # %% [markdown]
-# A drawing. A column is a rank, a colour a quarter of the parameters. Large squares are kept between two
-# steps, small ones from forward to backward alone. P is the bytes of all parameters, n the number of ranks, m
-# of those on one host. *State* is parameters, gradients and AdamW's two moments, all in float32. What is sent
-# in a step is an upper limit: of n ranks, each sends (n - 1) / n of it. It is counted per rank. In a *ring*
-# each rank passes pieces to the next, so one rank of a host sends over the link: 3 P leave it. HYBRID_SHARD
-# has m such rings between hosts, each of 2 P / m: together 2 P. Activations are in no formula, because each
-# rank computes its own samples: [lesson 2](02_activation_checkpointing.ipynb) makes them smaller.
+# A drawing of what four ranks on two hosts keep. A column is a rank, a colour a quarter of the parameters.
+# Large squares are kept all the time; the small ones of ZeRO-2 arrive in forward and stay until backward has
+# used them. HYBRID_SHARD cuts the model over the ranks of one host, so each host has a copy. (hpZ, not drawn,
+# is FULL_SHARD that keeps the squares of HYBRID_SHARD from forward to backward.)
 
 # %% tags=["card"]
 lesson.card(
@@ -49,14 +56,14 @@ lesson.card(
     learn="choose what a rank keeps and which ranks share it, by memory and by bytes on the slowest link",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb), and [lesson 4](04_backward_prefetch.ipynb) for the replay",
     ranks="4 on this machine, taken as two hosts of two (with 2 or 3, all are on one host)",
-    minutes=(1, 15, 34),
+    minutes=(1, 19, 30),
 )
 
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It trains the same model under three
-# strategies. The four ranks are taken as two hosts of two: the bytes are real, the hosts are not.
+# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It trains one model under three of the
+# strategies. The four ranks are taken as two hosts of two: the bytes are counted, the hosts aren't real.
 #
 # ```python
 # import torch
@@ -73,19 +80,13 @@ lesson.card(
 #     torch.cuda.set_device(dist.get_node_local_rank())
 # rank, world = dist.get_rank(), dist.get_world_size()
 # per_host = world // 2                                        # in a job: int(os.environ["LOCAL_WORLD_SIZE"])
-# flat = init_device_mesh(device, (world,))                    # without a mesh a Mac would take its GPU
+# flat = init_device_mesh(device, (world,))                    # all ranks in one row
 # hosts = init_device_mesh(device, (world // per_host, per_host), mesh_dim_names=("replicate", "shard"))
-#
-#
-# def leaving(event):                                          # bytes that this rank passes to the other host, in a ring
-#     following = event.ranks[(event.ranks.index(rank) + 1) % len(event.ranks)]
-#     return event.sent_bytes if following // per_host != rank // per_host else 0.0
-#
 #
 # for name, mesh, reshard in [("FULL_SHARD", flat, True), ("ZeRO-2", flat, False), ("HYBRID_SHARD", hosts, True)]:
 #     torch.manual_seed(0)                                     # the same weights on every rank
 #     model = nn.Sequential(*[nn.Linear(256, 256, device=device) for _ in range(8)])
-#     for part in [*model, model]:
+#     for part in [*model, model]:                             # 8 units
 #         fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
 #     optimizer = torch.optim.AdamW(model.parameters())
 #     torch.manual_seed(1 + rank)                              # other samples on each rank
@@ -96,12 +97,12 @@ lesson.card(
 #             loss.backward()
 #         optimizer.step()
 #         optimizer.zero_grad()
-#     kept = 4 * sum(p.to_local().nbytes for p in model.parameters()) / 2**20     # gradients, two moments
-#     sent = torch.tensor(sum(map(leaving, trace.collectives)) / 2**20, device=device)
-#     dist.all_reduce(sent)                                    # over the ranks of two hosts
+#     state = 4 * sum(p.to_local().nbytes for p in model.parameters())  # parameters, gradients, AdamW's two moments
+#     far = [event for event in trace.collectives if event.link == "between hosts"]
+#     leaves = sum(event.sent_bytes * world / len(event.ranks) for event in far)  # one ring per group of ranks
 #     if rank == 0:
-#         print(f"{name:12} state {kept:.1f} MiB, {trace.peak_units} of 8 units complete at once,", end=" ")
-#         print(f"{sent.item() / 2:.1f} MiB leave a host, loss {loss.item():.2f}")
+#         print(f"{name:12} state {state / 2**20:.1f} MiB, {trace.peak_units} of 8 units complete at once,", end=" ")
+#         print(f"{leaves / 2**20:.1f} MiB leave a host, loss {loss.item():.2f}")
 # dist.destroy_process_group()
 # ```
 # ```text
@@ -110,15 +111,29 @@ lesson.card(
 # HYBRID_SHARD state 4.0 MiB, 2 of 8 units complete at once, 2.0 MiB leave a host, loss 0.96
 # ```
 #
-# The loss is the same to the digits shown: a strategy changes where tensors are and the order of sums, and
-# not what is computed. P is 2 MiB here. ZeRO-2 has all 8 units complete at once, and sends a third less.
-# HYBRID_SHARD has twice the state, and less than half of the bytes leave a host. No line is the best in all
-# columns.
+# The loss is the same, because a strategy changes where tensors are and in which order gradients are added, not
+# what is computed. The other numbers follow from the size of all parameters, P = 2.0 MiB.
+#
+# **State.** For each parameter, training keeps four tensors: the parameter, its gradient and AdamW's two
+# moments. That makes 4 P = 8 MiB. FULL_SHARD and ZeRO-2 cut it over four ranks, so a rank has 2.0 MiB;
+# HYBRID_SHARD cuts it over the two ranks of a host, so a rank has 4.0.
+#
+# **Complete units.** FULL_SHARD frees a unit after its forward pass, and has two complete at most: in backward,
+# the one that computes and the next. ZeRO-2 doesn't free them: at the end of forward it has the whole model.
+#
+# **Bytes.** Ranks usually form a **ring**, in which each passes pieces to the next. To gather P on four ranks,
+# each rank sends three quarters of P, 1.5 MiB, and so does a host, because the ring leaves it at one place
+# only. Reducing gradients costs the same. FULL_SHARD gathers the parameters in forward, gathers them again in
+# backward and reduces the gradients: 3 × 1.5 = 4.5 MiB. ZeRO-2 saves the second gather: 2 × 1.5 = 3.0. Under
+# HYBRID_SHARD all three stay inside the host. Only the gradients have to be averaged with the other host's
+# copy, by an all-reduce, which is a reduce-scatter and an all-gather: between two hosts 2 × ½ × P = 2.0.
 #
 # ## What a rank holds, and what leaves a host
 #
-# The same model again, and two strategies more. DDP cuts nothing. PyTorch's `ZeroRedundancyOptimizer` is for
-# DDP: it divides the optimizer's state among the ranks, which is ZeRO-1.
+# The next cells start four ranks and measure all five strategies on them. **hpZ**, a part of
+# [ZeRO++](https://arxiv.org/abs/2306.10209), is an integer in FSDP2: with `reshard_after_forward=2` a unit is cut
+# in two after forward, one part for each rank of a host, so that backward gathers it within the host. (In
+# torch 2.13 each such call makes two process groups of its own, and hpZ hasn't run on GPUs here: time it on yours.)
 
 # %%
 from fsdp_utils.lessons.tables import Table
@@ -157,48 +172,32 @@ def fsdp(mesh, reshard, **options):
     return model
 
 
-def ddp():
-    return DistributedDataParallel(build(), gradient_as_bucket_view=True)  # else it holds gradients twice
-
-
 def batch(number):  # f32[32, 256], other samples on each rank
     return torch.randn(32, 256, generator=torch.Generator().manual_seed(100 * rank + number)).to(device)
 
 
 def leaving(trace):
-    """MiB that leave host 0 in a step, if the ranks of a collective form a ring."""
-    sent = torch.zeros(world, device=device)
-    for event in trace.collectives:
-        following = event.ranks[(event.ranks.index(rank) + 1) % len(event.ranks)]
-        sent[rank] += event.sent_bytes if following // per_host != rank // per_host else 0
-    dist.all_reduce(sent)
-    return sent[:per_host].sum().item() / 2**20
+    """MiB that leave a host in a step: each group of ranks forms a ring, and a ring leaves a host once."""
+    far = [event for event in trace.collectives if event.link == "between hosts"]
+    return sum(event.sent_bytes * world / len(event.ranks) for event in far) / 2**20
 
 
 # %% [markdown]
-# `hold` (folded) trains six steps under the `Meter` of lesson 0. It returns what this rank holds at the
-# moment at which it holds most, and what leaves the host.
+# `hold` (folded) trains six steps under the `Meter` of lesson 0, and returns what this rank holds when it holds
+# most, and what leaves a host in one step.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-import warnings
-
 from torch.distributed.tensor import DTensor
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it uses torch.jit, which is deprecated
-    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from fsdp_utils.lessons.meter import Meter
 from fsdp_utils.sharding.units import find_units
 
 
-def record(model, optimizer=None):
+def record(model):
     for number in range(2):
         with record_collectives(model, ranks_per_host=per_host) as trace:
             (model(batch(number)) - batch(number)).square().mean().backward()
-            if optimizer:
-                optimizer.step()
     return trace
 
 
@@ -206,11 +205,9 @@ def mib(tensors):
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors) / 2**20
 
 
-def hold(model, zero1=False):
-    """MiB on this rank when it holds most in a step, by part; and what leaves the host in one."""
-    adamw = torch.optim.AdamW
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), adamw) if zero1 else adamw(model.parameters())
-    found = []
+def hold(model):
+    """MiB on this rank when it holds most in a step, by part; and what leaves a host in one."""
+    optimizer, found = torch.optim.AdamW(model.parameters()), []
     for number in range(6):
         with Meter(model.parameters(), device=device.type) as meter:
             (model(batch(number)) - batch(number)).square().mean().backward()
@@ -218,21 +215,21 @@ def hold(model, zero1=False):
         optimizer.zero_grad()
         found.append(max(zip(meter.tensor_bytes, meter.gather_bytes)))
     total, gathered = (nbytes / 2**20 for nbytes in min(found))  # a buffer may be freed late, never early
-    states, shards = getattr(optimizer, "optim", optimizer).state.values(), mib(model.parameters())
-    moments = mib(t for state in states for t in state.values() if t.dim() > 0)
+    shards = mib(model.parameters())
+    moments = mib(t for state in optimizer.state.values() for t in state.values() if t.dim() > 0)
     parts = {"parameters": shards, "AdamW's moments": moments, "gathered, with buffers": gathered}
-    parts["gradients, activations"] = total - gathered - shards
-    return parts, leaving(record(model, optimizer))
+    parts["the rest"] = total - gathered - shards
+    return parts, leaving(record(model))
 
 
 # %% tags=["memory", "bytes"]
 # %%ranks
 measured = {
-    "DDP": hold(ddp()),
-    "ZeRO-1, with DDP": hold(ddp(), zero1=True),
-    "ZeRO-2": hold(fsdp(flat, False)),
     "FULL_SHARD": hold(fsdp(flat, True)),
+    "hpZ": hold(fsdp(flat, per_host)),
+    "ZeRO-2": hold(fsdp(flat, False)),
     "HYBRID_SHARD": hold(fsdp(hosts, True)),
+    "DDP": hold(DistributedDataParallel(build(), gradient_as_bucket_view=True)),  # else gradients are held twice
 }
 
 # %%
@@ -248,29 +245,23 @@ plots.amounts(
 # %% tags=["check"]
 held = {name: sum(parts.values()) for name, (parts, _) in measured.items()}
 assert held["FULL_SHARD"] < held["ZeRO-2"] < held["DDP"]
+if ranks.get("n_hosts")[0] == 2:  # else hpZ is FULL_SHARD
+    assert held["FULL_SHARD"] < held["hpZ"] < held["ZeRO-2"]
+    assert measured["hpZ"][1] == measured["ZeRO-2"][1]
 
 # %% [markdown]
-# - **FULL_SHARD** holds a quarter of everything, and at most three units' worth of complete parameters and
-#   buffers. **ZeRO-2** keeps all eight units from forward to backward, and saves their second all-gather.
-# - **HYBRID_SHARD** cuts over the two ranks of a host, so its state is twice that of FULL_SHARD.
-# - In float32 **DDP** sends as much as ZeRO-2, since an all-reduce is a reduce-scatter and an all-gather in one.
-#   It sends gradients in *buckets*, each closed once it has 25 MiB (the first: 1 MiB): here fewer and larger
-#   messages than FSDP2's, in a model of billions of parameters more and smaller ones. If a model fits under DDP
-#   with room to spare, DDP is a good choice.
-# - **ZeRO-1, with DDP** sends as much as FULL_SHARD and holds much more: all gradients are reduced to every
-#   rank, and then the new parameters are broadcast. ZeRO-1 as it was designed sends 2 P; you build it in
-#   turn 2.
+# Read the two panels together: no strategy has the shortest bar in both. Blue and orange are the state without
+# gradients. Green is the price of ZeRO-2: its peak is at the end of forward, when all eight units are complete
+# and buffers hold as much as two more, 2.5 MiB. hpZ sends the same and holds less, because it keeps half of the
+# model instead of all of it. (That half is in the rest, with gradients and activations.)
 #
-# The sum is that of one moment, and leaves out what the optimizer needs within its step. A rank's bytes are
-# the least that its collectives have to send without reductions in the switch; what leaves a host is that of
-# a ring over all ranks, (n - 1) / n, where an algorithm that knows the hosts could send (hosts - 1) / hosts.
-# How it sends them is the backend's choice: gloo carries out a reduce-scatter as an all-reduce, with twice
-# the bytes.
+# DDP sends as much as ZeRO-2, because its all-reduce is a reduce-scatter and an all-gather. It sends gradients
+# in **buckets**, groups that leave while backward goes on. If all of it fits, DDP is a good choice.
 #
 # ## Your cluster
 #
-# Two hosts of two ranks are a small cluster, and float32 is not what you send. **The numbers here are
-# calculated**, for state in float32, gathers in bf16 and gradients reduced in float32 ([lesson
+# Two things differ in your job: hosts have more ranks, and you don't send float32. The next cell calculates
+# what leaves a host for gathers in bf16, 2 bytes, and gradients that are reduced in float32, 4 bytes ([lesson
 # 7](07_mixed_precision.ipynb)).
 
 # %% tags=["link"]
@@ -279,47 +270,52 @@ def leave_a_host(strategy, hosts, per_host, gather=2, reduce=4):  # bytes of an 
     n = hosts * per_host
     all_ranks, copies = ((n - 1) / n if hosts > 1 else 0), (hosts - 1) / hosts
     return {
-        "DDP": 2 * reduce * all_ranks,
-        "ZeRO-2": (gather + reduce) * all_ranks,
         "FULL_SHARD": (2 * gather + reduce) * all_ranks,
+        "hpZ": (gather + reduce) * all_ranks,  # the second gather stays in the host
+        "ZeRO-2": (gather + reduce) * all_ranks,
         "HYBRID_SHARD": 2 * reduce * copies,
+        "DDP": 2 * reduce * all_ranks,
     }[strategy]
 
 
-NAMES = ["DDP", "ZeRO-2", "FULL_SHARD", "HYBRID_SHARD"]
+NAMES = ["FULL_SHARD", "hpZ", "ZeRO-2", "HYBRID_SHARD", "DDP"]
 Table(
     ["bytes per parameter that leave a host of 8 ranks", *NAMES],
     [[f"{hosts} hosts", *(f"{leave_a_host(name, hosts, 8):.1f}" for name in NAMES)] for hosts in (2, 4, 8, 64)],
 )
 
 # %% [markdown]
-# On two hosts HYBRID_SHARD sends about half of what FULL_SHARD sends over the link. **With more hosts that
-# gain goes**: from four hosts on ZeRO-2 sends less, and on 64 HYBRID_SHARD sends as much as FULL_SHARD. Its
-# all-reduce sends each gradient twice, in float32. (With `reduce=2`, bf16, it sends the least on any number
-# of hosts.) Two gains stay: in forward nothing crosses the link, and a collective across hosts has one rank
-# of each host. On 64 hosts that is a ring of 64 ranks in place of 512, and each hop has a latency.
+# Read it from top to bottom. On two hosts HYBRID_SHARD sends about half of what FULL_SHARD sends. **With more
+# hosts that gain goes**, because an all-reduce sends each float32 gradient almost twice: from four hosts on,
+# hpZ and ZeRO-2 send less. (If you reduce in bf16, call this with `reduce=2`: HYBRID_SHARD then sends least on
+# any number of hosts.) On a single host nothing leaves, so HYBRID_SHARD and hpZ have no use there.
 #
-# The sliders put memory beside it, for 8 billion parameters in 32 equal units.
+# The sliders put memory beside these bytes. State takes 16 bytes per parameter, divided by the ranks that share
+# it. To that come in bf16: under FULL_SHARD and HYBRID_SHARD three units' worth of parameters and buffers, under
+# hpZ its part of the model as well, under ZeRO-2 the complete model. Set two ranks per host, then eight: only
+# with eight does HYBRID_SHARD hold less than ZeRO-2, because then eight ranks share a copy.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons.sliders import Axis, Point, Stack, explore
 
-GIB = 8e9 / 2**30  # one byte for each of 8 billion parameters
-COMPLETE = {"DDP": 0, "ZeRO-2": 34 / 32, "FULL_SHARD": 3 / 32, "HYBRID_SHARD": 3 / 32}  # of the model
+GIB, UNITS = 8e9 / 2**30, 32  # one byte for each of 8 billion parameters, in units of equal size
 
 
 def calculated(hosts, per_host, strategy):
     cut_by = {"DDP": 1, "HYBRID_SHARD": per_host}.get(strategy, hosts * per_host)
+    complete = {"DDP": 0, "ZeRO-2": 1 + 2 / UNITS}.get(strategy, 3 / UNITS)  # of the model
+    complete += 1 / per_host if strategy == "hpZ" and hosts > 1 else 0
     leaves = GIB * leave_a_host(strategy, hosts, per_host)
-    return Point(
-        [16 * GIB / cut_by, 2 * GIB * COMPLETE[strategy]], [leaves], "calculated, before activations"
-    )
+    return Point([16 * GIB / cut_by, 2 * GIB * complete], [leaves], "calculated, before activations")
 
 
+first = [calculated(2, 8, name) for name in NAMES]  # the lesson's first table
+assert [round(sum(point.parts), 1) for point in first] == [8.8, 10.7, 23.3, 16.3, 119.2]
+assert [round(point.scalars[0], 1) for point in first] == [55.9, 41.9, 41.9, 29.8, 55.9]
 explore(
     "calculated: 8 billion parameters, before activations",
     [Axis("hosts", [1, 2, 4, 8, 32, 64], start=1), Axis("ranks per host", [1, 2, 4, 8], start=3),
-     Axis("strategy", NAMES, start=2)],
+     Axis("strategy", NAMES, start=0)],
     Stack("held by a rank", "GiB", {"state": plots.RANK_COLORS[0], "complete units and buffers, bf16": plots.RANK_COLORS[1]},
           upto=140, limit=80, limit_name="80 GiB"),
     calculated, scalars={"leave a host in a step": "GiB"}, over="strategy",
@@ -328,20 +324,26 @@ explore(
 # %% [markdown]
 # ## When gathers are hidden
 #
-# Bytes cost little time while the GPU computes long enough (the collectives' kernels slow it somewhat). In
-# forward a rank computes 2 FLOP for each parameter and token, and gathers 2 bytes in bf16. That is hidden
-# from `F / B` tokens on, where F is the FLOP/s that the GPU reaches, and B the bytes per second of an
-# all-gather (the *bus bandwidth* that nccl-tests prints). Backward computes 4 FLOP, gathers 2 bytes and
-# reduces 4: hidden from `1.5 F / B` tokens on. Tokens are those of **one rank in one forward pass**,
-# micro-batch times sequence length.
+# Sending fewer bytes helps only if the GPU waits for them. FSDP sends while the GPU computes, so compare the
+# two for FULL_SHARD, per parameter. Let T be the tokens of **one rank in one forward pass**: micro-batch times
+# sequence length. Forward computes 2 T FLOP and gathers 2 bytes. Backward computes 4 T FLOP, gathers 2 bytes
+# and reduces 4, which makes 6.
 #
-# A replay of the recorded steps checks this rule. Its GPU is invented: 400 TFLOP/s, 200 GB/s within a host,
-# 50 GB/s between the two hosts, and no latency.
+# Let F be the FLOP/s that your GPU reaches, and B the bytes per second of your collectives. Backward is hidden
+# once 4 T / F exceeds 6 / B, and forward earlier. So the line is **T = 1.5 F / B**. With F = 400 TFLOP/s it is
+# 1,500 tokens where B is 400 GB/s, 12,000 at 50 GB/s and 48,000 at 12.5 GB/s, which is 100 Gbit/s.
+#
+# For B take `busbw` of nccl-tests' `all_gather_perf` on all your ranks; for F, 6 × parameters × tokens per
+# second of a GPU that doesn't wait. Or see in a profile whether it waits ([lesson 4](04_backward_prefetch.ipynb)).
+#
+# To check the line, the next cells replay the collectives that FSDP2 issues here, as in lesson 4, with the
+# durations of an invented GPU: 400 TFLOP/s, 200 GB/s within a host, 50 GB/s between hosts, no latency. In the
+# figure, 1 means that all communication is hidden.
 
 # %%
 # %%ranks
 mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-ways = {"ZeRO-2": (flat, False), "FULL_SHARD": (flat, True), "HYBRID_SHARD": (hosts, True)}
+ways = {"FULL_SHARD": (flat, True), "hpZ": (flat, per_host), "ZeRO-2": (flat, False), "HYBRID_SHARD": (hosts, True)}
 traces = {name: record(fsdp(*way, mp_policy=mixed)) for name, way in ways.items()}
 sent = {name: leaving(trace) for name, trace in traces.items()}
 
@@ -360,7 +362,7 @@ def slowdown(name, tokens, link, flops=400e12):
 
 
 fig, (axes,) = plots.figure(width=7, height=2.7)
-for name, color in zip(traces, plots.RANK_COLORS):
+for name, color in zip(["FULL_SHARD", "hpZ", "ZeRO-2"], plots.RANK_COLORS):
     axes.plot(TOKENS, [slowdown(name, tokens, 50e9) for tokens in TOKENS], "o-", color=color, label=name)
 axes.axvline(1.5 * 400e12 / 50e9, color=plots.INK, linestyle="--", linewidth=1)
 axes.set(xscale="log", yscale="log", xlabel="tokens per rank", ylabel="step / computation", title="replayed")
@@ -384,43 +386,37 @@ for link in (5e9, 12.5e9, 25e9, 50e9, 100e9) if n_hosts == 2 else ():  # the rul
     assert 4.0 < far["HYBRID_SHARD"] < 5.4
 
 # %% [markdown]
-# The dashed line is 1.5 F / B: 12,000 tokens. There, a step of any strategy is at most 9% longer than its
-# computation, so no other strategy saves much over FULL_SHARD. With an eighth of the tokens a step of
-# FULL_SHARD takes 5.3 times as long as its computation, 1.3 times as long as one of ZeRO-2: about the ratio
-# of their bytes, 8 to 6. A check finds the same at links of 5 to 100 GB/s, each at its own line. (This replay
-# does not choose between HYBRID_SHARD and ZeRO-2. With two ranks on a host they send 4.0 and 4.5 bytes per
-# parameter, with eight 4.0 and 5.6; and the replay has one stream, where FSDP2 gives the all-reduces of
-# HYBRID_SHARD their own.)
+# The dashed line is 1.5 F / B = 12,000 tokens. There a replayed step takes at most 9% longer than its
+# computation under any strategy, so none can save more than that. To the left the curves part. At 1,500 tokens
+# a step of FULL_SHARD takes 5.3 times as long as its computation, 1.3 times as long as one of ZeRO-2, because it
+# sends 8 bytes where ZeRO-2 sends 6. A check finds the same at links of 5 to 100 GB/s, each at its own line.
 #
-# More tokens per rank need more memory for activations. That memory may come from FULL_SHARD itself, or from
-# checkpointing.
+# hpZ is close to ZeRO-2, because its second gather uses the faster link. HYBRID_SHARD isn't drawn, because hosts
+# of two ranks hide its gain: it sends 4.0 bytes and ZeRO-2 4.5, on hosts of eight 5.6.
 #
 # ### Recorded: a slow link
 #
-# In this recording the link is real: its rate is limited with `tc`. The two hosts are one machine with two
-# CPU cores, and the backend is gloo.
+# This recording has a real link, which `tc` limits, between two hosts made of one machine with two CPU cores.
+# Compare FULL_SHARD with HYBRID_SHARD in the first row.
 
 # %%
 two_hosts, rows = recorded.load("two_hosts"), []
 for result in two_hosts["results"]:
-    rate = f"{result['rate_mbit']} Mbit/s" if result["rate_mbit"] else "not limited"
-    rows.append([rate, *(f"{run['step_s']:.2f}" for run in result["strategies"].values())])
+    seconds = [f"{run['step_s']:.2f}" for run in result["strategies"].values()]
+    rows.append([result["rate_mbit"] or "not limited", *seconds])
 assert [round(float(row[3]) / float(row[4]), 1) for row in rows] == [3.3, 2.7, 1.1]
-Table(
-    ["link; seconds of a step", *NAMES], rows, note=f"Recorded {two_hosts['date']} on {two_hosts['device']}."
-)
+note = f"Seconds of a step. Recorded {two_hosts['date']} on {two_hosts['device']}."
+Table(["link, Mbit/s", "DDP", "ZeRO-2", "FULL_SHARD", "HYBRID_SHARD"], rows, note=note)
 
 # %% [markdown]
-# HYBRID_SHARD is 3.3 times as fast as FULL_SHARD on the slowest link, and 1.1 times as fast without a limit.
-# (gloo sends a reduce-scatter as an all-reduce: 24, 36, 48 and 16 MiB crossed the link. With a true
-# reduce-scatter it is 24, 24, 36 and 16: expect 2.25 times, not 3.3, and ZeRO-2 like DDP. Without a limit DDP
-# is the fastest.)
+# On the slowest link HYBRID_SHARD is 3.3 times as fast. It sends 16 MiB, which take 2.7 of its 3.0 seconds;
+# FULL_SHARD sends 48. Expect less on GPUs: gloo carries out a reduce-scatter as an all-reduce, with twice the
+# bytes, where a true one makes it 36 MiB. In the last row the link isn't limited, and HYBRID_SHARD gains little.
 #
 # ## The mesh of HYBRID_SHARD
 #
-# A **device mesh** arranges ranks in rows and columns. `fully_shard` shards over the *last* dimension, the
-# rows, and replicates over the first. A row need not be one host: with eight hosts, rows of four hosts make
-# two copies.
+# A **device mesh** arranges ranks in rows. `fully_shard` cuts the model over the *last* dimension, a row, and
+# keeps a copy in each row, so a row should be a host. What if the two dimensions are swapped?
 
 # %%
 # %%ranks
@@ -433,22 +429,29 @@ if n_hosts == 2:
     assert of_swapped > 2.9 * measured["HYBRID_SHARD"][1]
 
 # %% [markdown]
-# With the dimensions in the wrong order each copy is cut across the hosts. Nothing raises an error, and three
-# times as much leaves a host. Nor does `fully_shard` compare the copies: give all ranks the same weights, by
-# a seed or a file.
+# Swapped, each copy lies across both hosts, so its gathers cross the link: three times the bytes, and no error.
+# Print `mesh.mesh.tolist()` once in your job, and look whether each row is a host. `fully_shard` doesn't compare
+# the copies either: give all ranks the same weights, by a seed or a file.
+#
+# If one host is too small for a copy, a row may be several. Its gathers then cross hosts as under FULL_SHARD,
+# and the all-reduce comes on top: this pays only where the hosts of a row share a faster network.
 #
 # ## Your turn 1 · As few hosts as possible
 #
-# Write `my_rows(world, per_host, state, room)`: the rows of the mesh. `state` is the GiB of the complete
-# model's state, `room` the GiB that a rank has for its part of it. Ranks are numbered host by host. Return a
-# list of rows, each a list of ranks. A row is one copy of the model, on whole hosts, on as few of them as
-# hold it; all rows are equally long. For instance, `my_rows(4, 2, 100, 60)` is `[[0, 1], [2, 3]]`. In the
-# clusters of the turn, all ranks together always have room.
+# Write `my_rows(world, per_host, state, room)`, which chooses the rows of a HYBRID_SHARD mesh. Each row holds
+# one copy of the model, on whole hosts, and on as few of them as have room for it.
+#
+# - Given: `world` ranks, numbered host by host, `per_host` on each; `state`, the GiB of the complete model's
+#   state; `room`, the GiB that one rank can give to its part of it.
+# - Return a list of rows, each a list of ranks. Each rank is in one row, and all rows are equally long.
+#
+# For example, `my_rows(4, 2, 100, 60)` is `[[0, 1], [2, 3]]`: the two ranks of a host have 120 GiB, enough for a
+# copy. Your function is tried on five clusters, all large enough, and then on these ranks.
 #
 # <details><summary>Hint</summary>
 #
-# Try 1, 2, 3 … hosts per row: the number must divide the number of hosts, and `state / ranks in a row` must
-# be at most `room`.
+# Try rows of 1, 2, 3 … hosts, and take the first that divides the number of hosts and in which
+# `state / ranks in a row` is at most `room`.
 #
 # </details>
 
@@ -494,6 +497,7 @@ def score_rows(my_rows):
 # %%
 # %%turn 1
 def my_rows(world, per_host, state, room):  # int, int, GiB, GiB
+    # first: how many ranks are in a row? then: cut range(world) into rows of that length
     return None  # your lines here: [[rank, ...], ...]
 
 
@@ -567,11 +571,12 @@ def my_rows(world, per_host, state, room):
 # %% [markdown]
 # ## Gradient accumulation
 #
-# Four micro-batches, one optimizer step: FSDP2 reduces after each of them, unless you call
-# `set_requires_gradient_sync(False)` (DDP and FSDP1 have `no_sync()`). `accumulated` counts what the four
-# gather and reduce, in times the whole model, and the gradients that a rank keeps between them.
+# With **gradient accumulation** an optimizer step uses several *micro-batches*, one after the other. By default
+# FSDP2 reduces gradients after each; `set_requires_gradient_sync(False)` leaves them unreduced until you turn it
+# on again (DDP and FSDP1: `no_sync()`). What does that save and cost? `accumulated` (folded) counts for four
+# micro-batches how often the whole model is gathered and reduced, and the gradients kept between two of them.
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
 def accumulated(accumulate):
     model, kept = fsdp(flat, True), []
@@ -614,23 +619,27 @@ both = {"after each": ranks.get("synced")[0], "after the last": ranks.get("not_s
 Table(["FULL_SHARD, reduced", *both["after each"]], [[name, *found.values()] for name, found in both.items()])
 
 # %% [markdown]
-# The gradients are equal up to rounding. The price of three reductions less: each rank keeps **complete**
-# gradients between micro-batches, 2 MiB in place of 0.5. For 26 billion parameters on 16 ranks that is 48 GiB
-# in bf16 (97 with `reduce_dtype=torch.float32`), in place of 6: the shards of gradients have the dtype of the
-# stored parameters, here float32 (3 if these are bf16). And the eight gathers stay, two for each micro-batch,
-# since units are freed as before.
+# Three of four reductions are saved, and the gradients are the same up to rounding. The price is in the column
+# of gradients: what isn't reduced isn't cut, so each rank keeps **complete** gradients, 2.0 MiB instead of its
+# quarter, 0.5. For 26 billion parameters on 16 ranks, 48 GiB in bf16 instead of 6 for the float32 shards. The
+# gathers are still eight: FULL_SHARD frees its units as before.
 #
 # ## Your turn 2 · ZeRO-1 out of `fully_shard`
 #
-# ZeRO-1 as it was designed cuts the optimizer's state alone, and sends parameters and gradients once per
-# step. Write an accumulation that gathers each unit once and reduces it once, for all micro-batches together.
-# At the end no unit may be complete. `model` is the one above, with `reshard_after_forward=True`; divide each
-# loss by the number of micro-batches.
+# ZeRO-1 cuts only the optimizer's state; parameters and gradients are complete for the whole step, so each is
+# sent once, however many micro-batches there are. Write `my_accumulate(model, batches)`, which gathers each unit
+# once and reduces it once, for all four micro-batches together.
+#
+# - Given: `model`, the one above under FULL_SHARD; `batches`, a list of four inputs. The loss of one is
+#   `model(x).square().mean() / len(batches)`.
+# - Run forward and backward for each; return nothing. At the end no unit may be complete, because the
+#   optimizer updates shards.
 #
 # <details><summary>Hint</summary>
 #
-# Three switches of the model: `set_reshard_after_forward`, `set_reshard_after_backward` and
-# `set_requires_gradient_sync`. What should each be in the last micro-batch?
+# Begin with `without_sync` above. Two more switches of the model keep units complete:
+# `set_reshard_after_forward` and `set_reshard_after_backward`. Which of the three changes in the last
+# micro-batch?
 #
 # </details>
 
@@ -659,6 +668,7 @@ def score_once(my_accumulate):
 # %%
 # %%turn 2
 def my_accumulate(model, batches):  # batches: a list of four tensors
+    # set the switches, run forward and backward for each x in batches, and set them otherwise for the last
     return None  # your lines here
 
 
@@ -727,15 +737,7 @@ def my_accumulate(model, batches):
         (model(x).square().mean() / 4).backward()
 
 
-# %% tags=["wrong"] turn=2 says="They differ from those above"
-def my_accumulate(model, batches):              # the gradients of the first two alone
-    model.set_reshard_after_forward(False)
-    for number, x in enumerate(batches):
-        model.set_requires_gradient_sync(number == 3)
-        model.set_reshard_after_backward(number == 3)
-        (model(x).square().mean() / 2 * (number < 2)).backward()
-
-# %% tags=["wrong"] turn=2 says="divided by four"
+# %% tags=["wrong"] turn=2 says="They differ from those above: is each of the four losses divided by four"
 def my_accumulate(model, batches):
     model.set_reshard_after_forward(False)
     for number, x in enumerate(batches):
@@ -759,16 +761,6 @@ def my_accumulate(model, batches):
 
 
 # %% [markdown]
-# ## Which one?
-#
-# 1. One GPU holds the state, 16 bytes per parameter with `gradient_as_bucket_view=True` and 20 without, with room to spare: DDP.
-# 2. Tokens per rank are above 1.5 F / B, with B measured over the slowest link: FULL_SHARD.
-# 3. Else, on two or three hosts of which each can hold the state: HYBRID_SHARD, because it sends least; if ZeRO-2 fits, time ten steps of both.
-#    (On more hosts, too, if gradients are reduced in bf16.)
-# 4. Else, with room for a complete model in bf16, 2 bytes per parameter: ZeRO-2.
-# 5. Else FULL_SHARD, and memory for more tokens per rank: [lesson 2](02_activation_checkpointing.ipynb).
-#    With fewer samples than ranks, a second dimension: [lesson 16](16_two_dimensions.ipynb).
-#
 # ## The same under other names
 #
 # | DeepSpeed | cuts | FSDP1 | FSDP2 |
@@ -777,27 +769,31 @@ def my_accumulate(model, batches):
 # | ZeRO-1 | optimizer state | `SHARD_GRAD_OP`, in `no_sync()` until the last micro-batch | turn 2 |
 # | ZeRO-2 | and gradients | `SHARD_GRAD_OP` | `reshard_after_forward=False` |
 # | ZeRO-3 | and parameters | `FULL_SHARD` | the default |
-# | [ZeRO++](https://arxiv.org/abs/2306.10209) hpZ | backward gathers within the host | none | `reshard_after_forward=` ranks per host |
+# | ZeRO++ hpZ | backward gathers within the host | none | `reshard_after_forward=` ranks per host |
 # | [MiCS](https://arxiv.org/abs/2205.00119) | within a group of ranks | `HYBRID_SHARD` | a mesh of two dimensions |
 #
-# FSDP's ZeRO-2 differs from DeepSpeed's mainly in one point: between two steps the parameters are cut, too.
-# By default FSDP2 frees every unit after forward but the root. After backward it frees all, whatever
-# `reshard_after_forward` says, unless you call `set_reshard_after_backward(False)`.
+# FSDP's ZeRO-2 cuts more than DeepSpeed's: between two steps the parameters are shards, too.
 #
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | the loss stays the same in each step | units are complete after the last backward: the optimizer updates shards, forward uses the old complete parameters | `set_reshard_after_backward(True)` before the last micro-batch |
-# | HYBRID_SHARD is slower than FULL_SHARD | the mesh's dimensions are swapped, as above | first replicate, then shard |
-# | the same input has another loss on another host, no error | under HYBRID_SHARD the copies began with different weights, and stay different | one seed or one file for all ranks |
-# | out of memory since gradients are not reduced each time | complete gradients on each rank | reduce each time; under HYBRID_SHARD `set_requires_all_reduce(False)` keeps shards and leaves out the all-reduce alone |
-# | FSDP needs as much memory as DDP | one unit ([lesson 1](01_transformer_wrapper.ipynb)), or activations dominate ([lesson 2](02_activation_checkpointing.ipynb)) | units by block; checkpointing |
-# | `If passing reshard_after_forward as an int, it should be a factor of` | the number does not divide the ranks that share the shards | a divisor, such as the ranks of a host |
+# | the loss on the same samples stays the same | units stay complete after the last backward, so forward uses the old parameters: the optimizer updates shards | `set_reshard_after_backward(True)` before the last micro-batch |
+# | HYBRID_SHARD is no faster than FULL_SHARD | the mesh's dimensions are swapped; or the GPU never waited for the link | first replicate, then shard; else stay with FULL_SHARD |
+# | the same input has another loss on another host, no error | under HYBRID_SHARD copies began with different weights, and keep them | one seed or one file for all ranks |
+# | out of memory since gradients are not reduced each time | complete gradients on each rank | reduce each time; under HYBRID_SHARD `set_requires_all_reduce(False)` leaves out the all-reduce alone, and keeps shards |
 #
 # ## The rule
 #
-# Tokens per rank above 1.5 F / B: FULL_SHARD. Below: HYBRID_SHARD on two or three hosts (on more if gradients
-# are reduced in bf16), else ZeRO-2, on one host too, as memory allows.
+# 1. One GPU holds the whole state, 16 bytes per parameter, and has room to spare: DDP.
+# 2. Else FULL_SHARD. If the GPU doesn't wait, as above 1.5 F / B tokens per rank, you are done.
+# 3. It waits, and each of your two or three hosts can hold the state: HYBRID_SHARD. (On more hosts, too, if
+#    gradients are reduced in bf16.)
+# 4. Else ZeRO-2, if 2 bytes per parameter are free on each GPU; if not, on several hosts, hpZ.
+# 5. Else more tokens per rank, by [checkpointing](02_activation_checkpointing.ipynb), or a
+#    [second dimension](16_two_dimensions.ipynb).
+#
+# After a change look at the bytes that leave a host, counted as in the script, at
+# `torch.cuda.max_memory_allocated()`, and at the time of ten steps, which decides.
 #
 # [← lesson 5](05_maximising_throughput.ipynb) · [lesson 7 →](07_mixed_precision.ipynb)
