@@ -392,7 +392,7 @@ for link in (5e9, 12.5e9, 25e9, 50e9, 100e9) if n_hosts == 2 else ():  # the rul
 # sends 8 bytes where ZeRO-2 sends 6. A check finds the same at links of 5 to 100 GB/s, each at its own line.
 #
 # hpZ is close to ZeRO-2, because its second gather uses the faster link. HYBRID_SHARD isn't drawn, because hosts
-# of two ranks hide its gain: it sends 4.0 bytes and ZeRO-2 4.5, on hosts of eight 5.6.
+# of two ranks hide its gain: it sends 4.0 bytes where ZeRO-2 sends 4.5, on hosts of eight 4.0 and 5.6.
 #
 # ### Recorded: a slow link
 #
@@ -622,13 +622,13 @@ Table(["FULL_SHARD, reduced", *both["after each"]], [[name, *found.values()] for
 # Three of four reductions are saved, and the gradients are the same up to rounding. The price is in the column
 # of gradients: what isn't reduced isn't cut, so each rank keeps **complete** gradients, 2.0 MiB instead of its
 # quarter, 0.5. For 26 billion parameters on 16 ranks, 48 GiB in bf16 instead of 6 for the float32 shards. The
-# gathers are still eight: FULL_SHARD frees its units as before.
+# gathers are still eight, two for each micro-batch, because FULL_SHARD frees its units as before.
 #
 # ## Your turn 2 · ZeRO-1 out of `fully_shard`
 #
 # ZeRO-1 cuts only the optimizer's state; parameters and gradients are complete for the whole step, so each is
-# sent once, however many micro-batches there are. Write `my_accumulate(model, batches)`, which gathers each unit
-# once and reduces it once, for all four micro-batches together.
+# sent once, however many micro-batches there are, and a rank has to hold them. Write `my_accumulate(model,
+# batches)`, which gathers each unit once and reduces it once, for all four micro-batches together.
 #
 # - Given: `model`, the one above under FULL_SHARD; `batches`, a list of four inputs. The loss of one is
 #   `model(x).square().mean() / len(batches)`.
@@ -763,6 +763,9 @@ def my_accumulate(model, batches):
 # %% [markdown]
 # ## The same under other names
 #
+# What a paper or a config of FSDP1 or DeepSpeed calls by another name, the last column says in FSDP2. FSDP's
+# ZeRO-2 cuts more than DeepSpeed's: between two steps the parameters are shards, too.
+#
 # | DeepSpeed | cuts | FSDP1 | FSDP2 |
 # |:--|:--|:--|:--|
 # | ZeRO-0 | nothing | `NO_SHARD` (deprecated: DDP) | DDP |
@@ -771,8 +774,6 @@ def my_accumulate(model, batches):
 # | ZeRO-3 | and parameters | `FULL_SHARD` | the default |
 # | ZeRO++ hpZ | backward gathers within the host | none | `reshard_after_forward=` ranks per host |
 # | [MiCS](https://arxiv.org/abs/2205.00119) | within a group of ranks | `HYBRID_SHARD` | a mesh of two dimensions |
-#
-# FSDP's ZeRO-2 cuts more than DeepSpeed's: between two steps the parameters are shards, too.
 #
 # ## When it goes wrong
 #
@@ -785,7 +786,7 @@ def my_accumulate(model, batches):
 #
 # ## The rule
 #
-# 1. One GPU holds the whole state, 16 bytes per parameter, and has room to spare: DDP.
+# 1. One GPU holds the whole state, 16 bytes per parameter, with room: DDP, `gradient_as_bucket_view=True`.
 # 2. Else FULL_SHARD. If the GPU doesn't wait, as above 1.5 F / B tokens per rank, you are done.
 # 3. It waits, and each of your two or three hosts can hold the state: HYBRID_SHARD. (On more hosts, too, if
 #    gradients are reduced in bf16.)
