@@ -627,8 +627,8 @@ Table(["FULL_SHARD, reduced", *both["after each"]], [[name, *found.values()] for
 # ## Your turn 2 · ZeRO-1 out of `fully_shard`
 #
 # ZeRO-1 cuts only the optimizer's state; parameters and gradients are complete for the whole step, so each is
-# sent once, however many micro-batches there are, and a rank has to hold them. Write `my_accumulate(model,
-# batches)`, which gathers each unit once and reduces it once, for all four micro-batches together.
+# sent once, however many micro-batches there are, and a rank has to hold them. To do this, write
+# `my_accumulate(model, batches)`, which gathers each unit once and reduces it once for all four micro-batches.
 #
 # - Given: `model`, the one above under FULL_SHARD; `batches`, a list of four inputs. The loss of one is
 #   `model(x).square().mean() / len(batches)`.
