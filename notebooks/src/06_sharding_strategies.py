@@ -124,9 +124,9 @@ lesson.card(
 # **Bytes.** Ranks usually form a **ring**, in which each passes pieces to the next. To gather P on four ranks,
 # each rank sends three quarters of P, 1.5 MiB, and so does a host, because the ring leaves it at one place
 # only. Reducing gradients costs the same. FULL_SHARD gathers the parameters in forward, gathers them again in
-# backward and reduces the gradients: 3 × 1.5 = 4.5 MiB. ZeRO-2 saves the second gather: 2 × 1.5 = 3.0. Under
+# backward and reduces the gradients: `3 * 1.5` = 4.5 MiB. ZeRO-2 saves the second gather: `2 * 1.5` = 3.0. Under
 # HYBRID_SHARD all three stay inside the host. Only the gradients have to be averaged with the other host's
-# copy, by an all-reduce, which is a reduce-scatter and an all-gather: between two hosts 2 × ½ × P = 2.0.
+# copy, by an all-reduce, which is a reduce-scatter and an all-gather: between two hosts `2 * P / 2` = 2.0.
 #
 # ## What a rank holds, and what leaves a host
 #
@@ -333,7 +333,7 @@ explore(
 # once 4 T / F exceeds 6 / B, and forward earlier. So the line is **T = 1.5 F / B**. With F = 400 TFLOP/s it is
 # 1,500 tokens where B is 400 GB/s, 12,000 at 50 GB/s and 48,000 at 12.5 GB/s, which is 100 Gbit/s.
 #
-# For B take `busbw` of nccl-tests' `all_gather_perf` on all your ranks; for F, 6 × parameters × tokens per
+# For B take `busbw` of nccl-tests' `all_gather_perf` on all your ranks; for F, `6 * parameters` times the tokens per
 # second of a GPU that doesn't wait. Or see in a profile whether it waits ([lesson 4](04_backward_prefetch.ipynb)).
 #
 # To check the line, the next cells replay the collectives that FSDP2 issues here, as in lesson 4, with the
