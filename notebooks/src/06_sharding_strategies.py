@@ -12,7 +12,7 @@
 # | hpZ | its shard, and from forward to backward a part of its host's copy | `mesh=flat, reshard_after_forward=8` | 8.8 | 41.9 | 167.6 |
 # | ZeRO-2 | its shard, and from forward to backward all parameters | `mesh=flat, reshard_after_forward=False` | 21.9 | 41.9 | 167.6 |
 # | HYBRID_SHARD | its shard of one copy per host | `mesh=hosts` | 16.3 | 29.8 | 29.8 |
-# | DDP, no FSDP | everything | `gradient_as_bucket_view=True` | 119.2 | 55.9 | 55.9 |
+# | DDP | everything | `gradient_as_bucket_view=True` | 119.2 | 55.9 | 55.9 |
 #
 # In GiB, calculated for 8 billion parameters in 32 equal units on two hosts of eight GPUs: AdamW, float32 state,
 # gathers in bf16, gradients reduced in float32, no activations. "Holds" is a rank's peak with one micro-batch.
@@ -50,8 +50,8 @@ plots.show(fig, alt="Which quarters of the parameters each of four ranks on two 
 
 # %% [markdown]
 # A drawing of four ranks on two hosts. A column is a rank, a colour a quarter of the parameters. Large squares are
-# kept all the time; small ones arrive in forward and stay until backward has used them. The arrow is what leaves a
-# host in a step, in bytes per parameter.
+# kept all the time; small ones stay from forward until backward has used them. The arrow is what leaves a host in a
+# step, in bytes per parameter.
 
 # %% tags=["card"]
 lesson.card(
@@ -236,7 +236,8 @@ plots.amounts({
 # ## Your cluster
 #
 # So the peak is the larger of two moments, the end of forward and the end of backward. `holds` calculates it, and
-# `leave_a_host` the bytes. Both also take a number of micro-batches, for the next section.
+# `leave_a_host` the bytes. Both also take a number of micro-batches, for the next section: from the second on, the
+# end of forward has gradients, too, those of the earlier ones.
 
 # %% tags=["link"]
 def holds(strategy, hosts, per_host, micro_batches=1, units=32):
@@ -345,12 +346,11 @@ assert [[round(number, 1) for number in row] for row in table] == [[5.6, 4], [5.
 # two for each micro-batch, still leave the host.
 #
 # **HYBRID_SHARD, all-reduced after the last, sends the least by far**, a quarter of what it sends otherwise. It
-# also holds *less* than with an all-reduce after each, because FSDP2 keeps the inputs of all-reduces until
-# backward ends. So the number of micro-batches decides more than that of hosts. With one, on two
-# hosts of eight, HYBRID_SHARD sends 4.0 bytes where hpZ and ZeRO-2 send 5.6. From four hosts on it sends more than
-# they do, because an all-reduce sends each float32 gradient almost twice. With four micro-batches it sends 4.0
-# against 22.5, and on 64 hosts still 7.9 against 24. (That a ring of hundreds of ranks also has hundreds of hops,
-# where HYBRID_SHARD's are short, isn't measured here.)
+# also holds *less* than with an all-reduce after each, because FSDP2 keeps the inputs of all-reduces until backward
+# ends. So the number of micro-batches decides more than that of hosts. With one, on two hosts of eight, HYBRID_SHARD
+# sends 4.0 bytes where hpZ and ZeRO-2 send 5.6. From four hosts on it sends more than they do, because an all-reduce
+# sends each float32 gradient almost twice. With four micro-batches it sends 4.0 against 22.5, and on 64 hosts still
+# 7.9 against 24. (That a ring of hundreds of ranks also has hundreds of hops isn't measured here.)
 #
 # ## When gathers are hidden
 #
@@ -362,13 +362,13 @@ assert [[round(number, 1) for number in row] for row in table] == [[5.6, 4], [5.
 # | forward | 2 T | 2, gathered | T > F / B |
 # | backward | 4 T | 2, gathered, and 4, reduced | **T > 1.5 F / B** |
 #
-# Backward decides. With F = 400 TFLOP/s the line is 12,000 tokens where B is 50 GB/s, and 48,000 at 12.5 GB/s, which
-# is 100 Gbit/s. For B take `busbw` of nccl-tests' `all_gather_perf` on all your ranks; for F, `6 * parameters`
+# Backward decides. With F = 400 TFLOP/s the line is 12,000 tokens where B is 50 GB/s, and 48,000 at 12.5 GB/s (100
+# Gbit/s). For B take `busbw` of nccl-tests' `all_gather_perf` on all your ranks; for F, `6 * parameters`
 # times the tokens per second of a GPU that doesn't wait.
 #
-# To check the line, the next cells record what one of 16 ranks issues on torch's `fake` backend
-# and replay it as in lesson 4 for an invented GPU: 400 TFLOP/s, 200 GB/s within a host of eight, 50 GB/s
-# between two hosts, no latency. 1 means that all communication is hidden.
+# To check the line, the next cells record what one of 16 ranks issues on torch's `fake` backend and replay it as in
+# lesson 4 for an invented GPU: 400 TFLOP/s, 200 GB/s within a host of eight, 50 GB/s between two hosts, no latency.
+# 1 means that all communication is hidden.
 
 # %% jupyter={"source_hidden": true}
 import torch
@@ -449,9 +449,9 @@ assert at_50_mbit[2:] == [("FULL_SHARD", 9.8), ("HYBRID_SHARD", 3.0)]
 # With one, HYBRID_SHARD isn't faster than ZeRO-2: its gathers within the host take time, too, and the replay sends
 # one collective at a time. On a slower link they count less: at 5 GB/s and 15,000 tokens 4.1 against 5.1.
 #
-# That was a replay. A recording has a real link, limited by `tc` to 50 Mbit/s, between two hosts of two ranks on one
-# machine: 9.8 s a step under FULL_SHARD, 3.0 under HYBRID_SHARD, with one micro-batch. GPUs gain less, because gloo
-# makes of a reduce-scatter an all-reduce, with twice the bytes.
+# A recording has a real link, limited by `tc` to 50 Mbit/s, between two hosts of two ranks on one machine: 9.8 s a
+# step under FULL_SHARD, 3.0 under HYBRID_SHARD, with one micro-batch. Expect less on GPUs: gloo carries out a
+# reduce-scatter as an all-reduce, with twice the bytes.
 #
 # ## The mesh of HYBRID_SHARD
 #
@@ -470,9 +470,8 @@ if n_hosts == 2:
 
 # %% [markdown]
 # Swapped, each copy lies across both hosts, so its gathers cross the link: twice the bytes here, eight times on hosts
-# of eight, and no error. Print `mesh.mesh.tolist()` in your job: is each row a host? (Where a
-# host is too small for a copy, a row may be several hosts, at the price of gathers between them.) `fully_shard`
-# doesn't compare the copies: give all ranks the same weights, by a seed or a file.
+# of eight, and no error. Print `mesh.mesh.tolist()` in your job: is each row a host? (Or several, where one is too
+# small for a copy.) `fully_shard` doesn't compare the copies: give all ranks the same weights, by a seed or a file.
 #
 # ## Your turn 1 · Which strategy?
 #
@@ -788,7 +787,7 @@ def my_accumulate(model, batches):
 # 1. One GPU holds the whole state, 16 bytes per parameter, with room: DDP, `gradient_as_bucket_view=True`.
 # 2. Else FULL_SHARD. With more than 1.5 F / B tokens per rank in a forward pass the GPU doesn't wait: you are done.
 # 3. It waits, and each host can hold the whole state: HYBRID_SHARD, with several micro-batches, all-reduced once, or
-#    on two or three hosts.
+#    on two or three hosts with a slow link.
 # 4. Else ZeRO-2, if 2 bytes per parameter are free on each GPU; with many micro-batches and 6 free, turn 2.
 # 5. Else, on several hosts, hpZ, for at most 2 bytes divided by the ranks of a host. It comes last because it hasn't
 #    run on GPUs here, and each `fully_shard` with an integer makes two process groups, for which NCCL takes memory.
