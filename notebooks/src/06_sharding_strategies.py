@@ -642,8 +642,7 @@ def counted(accumulate):
         accumulate(model, [batch(number) for number in range(4)])
     left = sum(group.is_unsharded for unit in find_units(model) for group in unit.parts)
     gradients = [None if p.grad is None else p.grad.full_tensor() for p in model.parameters()]
-    once = sum(p.nbytes for p in model.parameters())  # one gather, or one reduction, of everything
-    counts = {kind: round(trace.bytes_by_kind().get(kind, 0) / once, 2) for kind in ("all_gather", "reduce_scatter")}
+    counts = {kind: round(trace.bytes_by_kind().get(kind, 0) / once[kind], 2) for kind in once}
     return {"forward passes": len(passes), **counts, "units left complete": left}, gradients
 
 
@@ -654,6 +653,9 @@ def loop(model, batches, sync=(3,), reshard=(3,), by=4):
         (model(x).square().mean() / by).backward()
 
 
+with record_collectives(kept := fsdp(flat, False, MixedPrecisionPolicy())) as trace:
+    kept(batch(0)).sum().backward()
+once = trace.bytes_by_kind()  # one gather and one reduction of everything, with padding
 _, gradients = counted(lambda model, batches: loop(model, batches, sync=range(4), reshard=range(4)))
 
 
