@@ -1,10 +1,22 @@
 # %% [markdown]
 # # 6 · Sharding strategies
 #
-# Which strategy for my model and my links? **Begin with FULL_SHARD. If its gathers are not hidden: on two or
-# three hosts of which each can hold the model's state, put a copy on each (HYBRID_SHARD, a mesh of two
-# dimensions); else, if memory is left, keep units complete until backward (ZeRO-2,
-# `reshard_after_forward=False`).**
+# Which strategy for my model and my links? **Begin with FULL_SHARD, the default of `fully_shard`. If a forward
+# pass has more than 1.5 F / B tokens per rank, where F is your GPU's FLOP/s and B what your collectives send per
+# second, communication is hidden, and no other strategy is faster. Else pay memory to send less,** by an argument
+# or two of `fully_shard`, for each block and then the model:
+#
+# | strategy | what a rank keeps | arguments | holds | leaves a host | with 4 micro-batches |
+# |:--|:--|:--|--:|--:|--:|
+# | FULL_SHARD | its shard; a unit is complete only while it computes | `mesh=flat` | 8.8 | 55.9 | 223.5 |
+# | hpZ | its shard, and from forward to backward a part of its host's copy | `mesh=flat, reshard_after_forward=8` | 8.8 | 41.9 | 167.6 |
+# | ZeRO-2 | its shard, and from forward to backward all parameters | `mesh=flat, reshard_after_forward=False` | 21.9 | 41.9 | 167.6 |
+# | HYBRID_SHARD | its shard of one copy per host | `mesh=hosts` | 16.3 | 29.8 | 29.8 |
+# | DDP | everything | `gradient_as_bucket_view=True` | 119.2 | 55.9 | 55.9 |
+#
+# In GiB, calculated for 8 billion parameters in 32 equal units on two hosts of eight GPUs: AdamW, float32 state,
+# gathers in bf16, gradients reduced in float32, no activations. "Holds" is a rank's peak with one micro-batch.
+# `flat` is a mesh of all ranks in one row, `hosts` has a row for each host.
 
 # %% jupyter={"source_hidden": true}
 from matplotlib.patches import Rectangle
@@ -12,36 +24,34 @@ from matplotlib.patches import Rectangle
 from fsdp_utils.lessons import lesson, plots, recorded
 
 SAID = {
-    "DDP": "state 4 P\nsends 2 P",
-    "ZeRO-2": "state 4 P / n, and P in a step\nsends 2 P",
-    "FULL_SHARD": "state 4 P / n\nsends 3 P",
-    "HYBRID_SHARD": "state 4 P / m\nsends 3 P in the host,\n2 P / m between hosts",
+    "FULL_SHARD": ("a quarter", 6.0),
+    "hpZ": ("a quarter; a half from\nforward to backward", 4.5),
+    "ZeRO-2": ("a quarter; everything from\nforward to backward", 4.5),
+    "HYBRID_SHARD": ("a half", 4.0),
+    "DDP": ("everything", 6.0),
 }
-KEPT = {"DDP": lambda r, piece: True, "HYBRID_SHARD": lambda r, piece: piece // 2 == r % 2}
-fig, panels = plots.figure(4, width=9.8, height=2.8)
-for axes, (name, said) in zip(panels, SAID.items()):
+LARGE = {"DDP": lambda r, piece: True, "HYBRID_SHARD": lambda r, piece: piece // 2 == r % 2}
+SMALL = {"ZeRO-2": lambda r, piece: True, "hpZ": lambda r, piece: piece // 2 == r % 2}
+fig, panels = plots.figure(5, width=9.8, height=2.4)
+for axes, (name, (said, sends)) in zip(panels, SAID.items()):
     for r, piece in ((r, piece) for r in range(4) for piece in range(4)):
         place, color = (r * 1.15 + (r // 2) * 0.55, 3 - piece), plots.RANK_COLORS[piece]
-        own = KEPT.get(name, int.__eq__)(r, piece)
+        own = LARGE.get(name, int.__eq__)(r, piece)
         axes.add_patch(Rectangle(place, 0.9, 0.9, color=color if own else plots.FAINT))
-        if name == "ZeRO-2" and not own:
+        if not own and name in SMALL and SMALL[name](r, piece):
             axes.add_patch(Rectangle((place[0] + 0.2, place[1] + 0.2), 0.5, 0.5, color=color))
-        axes.text(place[0] + 0.45, -0.45, "" if piece else f"rank {r}", ha="center", fontsize=7.5)
-    for host in range(2):
-        axes.text(host * 2.85 + 1.02, 4.2, f"host {host}", ha="center", fontsize=8)
-    axes.text(2.45, -1, said, ha="center", va="top", fontsize=8)
-    axes.set(title=name, xlim=(-0.25, 5.15), ylim=(-3.2, 4.8), xticks=[], yticks=[])
+    axes.text(2.45, 4.15, "host 0                  host 1", ha="center", fontsize=8)
+    axes.annotate("", (1, -0.55), (3.9, -0.55), arrowprops={"arrowstyle": "<->", "linewidth": sends / 1.5})
+    axes.text(2.45, -0.95, f"{sends} bytes", ha="center", va="top", fontsize=8, weight="bold")
+    axes.text(2.45, -1.85, said, ha="center", va="top", fontsize=7.5)
+    axes.set(title=name, xlim=(-0.25, 5.15), ylim=(-3.3, 4.8), xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
-plots.show(fig, alt="Which quarters of the parameters each of four ranks on two hosts holds, by strategy.")
+plots.show(fig, alt="Which quarters of the parameters each of four ranks on two hosts holds, and what leaves a host.")
 
 # %% [markdown]
-# A drawing. A column is a rank, a colour a quarter of the parameters. Large squares are kept between two
-# steps, small ones from forward to backward alone. P is the bytes of all parameters, n the number of ranks, m
-# of those on one host. *State* is parameters, gradients and AdamW's two moments, all in float32. What is sent
-# in a step is an upper limit: of n ranks, each sends (n - 1) / n of it. It is counted per rank. In a *ring*
-# each rank passes pieces to the next, so one rank of a host sends over the link: 3 P leave it. HYBRID_SHARD
-# has m such rings between hosts, each of 2 P / m: together 2 P. Activations are in no formula, because each
-# rank computes its own samples: [lesson 2](02_activation_checkpointing.ipynb) makes them smaller.
+# A drawing of four ranks on two hosts. A column is a rank, a colour a quarter of the parameters. Large squares are
+# kept all the time; small ones stay from forward until backward has used them. The arrow is what leaves a host in a
+# step, in bytes per parameter.
 
 # %% tags=["card"]
 lesson.card(
@@ -49,14 +59,14 @@ lesson.card(
     learn="choose what a rank keeps and which ranks share it, by memory and by bytes on the slowest link",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb), and [lesson 4](04_backward_prefetch.ipynb) for the replay",
     ranks="4 on this machine, taken as two hosts of two (with 2 or 3, all are on one host)",
-    minutes=(1, 15, 34),
+    minutes=(1, 25, 26),
 )
 
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It trains the same model under three
-# strategies. The four ranks are taken as two hosts of two: the bytes are real, the hosts are not.
+# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. The four ranks are taken as two hosts of two:
+# the bytes are counted, the hosts aren't real.
 #
 # ```python
 # import torch
@@ -73,19 +83,13 @@ lesson.card(
 #     torch.cuda.set_device(dist.get_node_local_rank())
 # rank, world = dist.get_rank(), dist.get_world_size()
 # per_host = world // 2                                        # in a job: int(os.environ["LOCAL_WORLD_SIZE"])
-# flat = init_device_mesh(device, (world,))                    # without a mesh a Mac would take its GPU
+# flat = init_device_mesh(device, (world,))                    # all ranks in one row
 # hosts = init_device_mesh(device, (world // per_host, per_host), mesh_dim_names=("replicate", "shard"))
-#
-#
-# def leaving(event):                                          # bytes that this rank passes to the other host, in a ring
-#     following = event.ranks[(event.ranks.index(rank) + 1) % len(event.ranks)]
-#     return event.sent_bytes if following // per_host != rank // per_host else 0.0
-#
 #
 # for name, mesh, reshard in [("FULL_SHARD", flat, True), ("ZeRO-2", flat, False), ("HYBRID_SHARD", hosts, True)]:
 #     torch.manual_seed(0)                                     # the same weights on every rank
 #     model = nn.Sequential(*[nn.Linear(256, 256, device=device) for _ in range(8)])
-#     for part in [*model, model]:
+#     for part in [*model, model]:                             # 8 units
 #         fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
 #     optimizer = torch.optim.AdamW(model.parameters())
 #     torch.manual_seed(1 + rank)                              # other samples on each rank
@@ -96,29 +100,46 @@ lesson.card(
 #             loss.backward()
 #         optimizer.step()
 #         optimizer.zero_grad()
-#     kept = 4 * sum(p.to_local().nbytes for p in model.parameters()) / 2**20     # gradients, two moments
-#     sent = torch.tensor(sum(map(leaving, trace.collectives)) / 2**20, device=device)
-#     dist.all_reduce(sent)                                    # over the ranks of two hosts
+#     state = 4 * sum(p.to_local().nbytes for p in model.parameters())  # parameters, gradients, AdamW's two moments
+#     complete = trace.peak_units * sum(p.nbytes for p in model.parameters()) / 8  # of 8 equal units
+#     far = [event for event in trace.collectives if event.link == "between hosts"]
+#     leaves = sum(event.sent_bytes * world / len(event.ranks) for event in far)  # one ring per group of ranks
 #     if rank == 0:
-#         print(f"{name:12} state {kept:.1f} MiB, {trace.peak_units} of 8 units complete at once,", end=" ")
-#         print(f"{sent.item() / 2:.1f} MiB leave a host, loss {loss.item():.2f}")
+#         print(f"{name:12} state {state / 2**20:.1f} MiB, complete at once {complete / 2**20:.1f} MiB,", end=" ")
+#         print(f"{leaves / 2**20:.1f} MiB leave a host, loss {loss.item():.2f}")
 # dist.destroy_process_group()
 # ```
 # ```text
-# FULL_SHARD   state 2.0 MiB, 2 of 8 units complete at once, 4.5 MiB leave a host, loss 0.96
-# ZeRO-2       state 2.0 MiB, 8 of 8 units complete at once, 3.0 MiB leave a host, loss 0.96
-# HYBRID_SHARD state 4.0 MiB, 2 of 8 units complete at once, 2.0 MiB leave a host, loss 0.96
+# FULL_SHARD   state 2.0 MiB, complete at once 0.5 MiB, 4.5 MiB leave a host, loss 0.96
+# ZeRO-2       state 2.0 MiB, complete at once 2.0 MiB, 3.0 MiB leave a host, loss 0.96
+# HYBRID_SHARD state 4.0 MiB, complete at once 0.5 MiB, 2.0 MiB leave a host, loss 0.96
 # ```
 #
-# The loss is the same to the digits shown: a strategy changes where tensors are and the order of sums, and
-# not what is computed. P is 2 MiB here. ZeRO-2 has all 8 units complete at once, and sends a third less.
-# HYBRID_SHARD has twice the state, and less than half of the bytes leave a host. No line is the best in all
-# columns.
+# The loss is the same, because a strategy changes where tensors are, not what is computed. The other numbers follow
+# from the size of all parameters, P = 2.0 MiB.
+#
+# **State.** The script counts it from the shards: for each parameter, training keeps the parameter, its gradient
+# and AdamW's two moments, all of one size. That makes 4 P = 8 MiB. FULL_SHARD and ZeRO-2 cut it over four ranks,
+# so a rank has 2.0 MiB; HYBRID_SHARD cuts it over the two ranks of a host, so a rank has 4.0.
+#
+# **Complete at once.** FULL_SHARD frees a unit after its forward pass, and has two of eight complete at most: in
+# backward, the one that computes and the next. ZeRO-2 doesn't free them: at the end of forward it has all of P.
+#
+# **Bytes.** Ranks usually form a **ring**, in which each passes pieces to the next. To gather P on four ranks,
+# each rank sends three quarters of P, 1.5 MiB, and so does a host, because the ring leaves it at one place
+# only. Reducing gradients costs the same. FULL_SHARD gathers in forward, gathers again in backward and reduces:
+# `3 * 1.5` = 4.5 MiB. ZeRO-2 saves the second gather: `2 * 1.5` = 3.0. Under HYBRID_SHARD all three stay inside the
+# host. Only the gradients are averaged with the other host's copy, by an all-reduce, which is a reduce-scatter and
+# an all-gather: between two hosts `2 * P / 2` = 2.0.
 #
 # ## What a rank holds, and what leaves a host
 #
-# The same model again, and two strategies more. DDP cuts nothing. PyTorch's `ZeroRedundancyOptimizer` is for
-# DDP: it divides the optimizer's state among the ranks, which is ZeRO-1.
+# The next cells measure all five strategies on four ranks, with the dtypes of a usual job: state in float32,
+# gathers in bf16, 2 bytes, and gradients reduced in float32, 4 bytes ([lesson 7](07_mixed_precision.ipynb)). The
+# unit is **bytes per parameter of the model**, so that you can multiply by your own. **hpZ**, a part of
+# [ZeRO++](https://arxiv.org/abs/2306.10209), is an integer in FSDP2: with `reshard_after_forward=2` a unit is cut
+# in two after forward, one part for each rank of a host, so that backward gathers it within the host. `hold`
+# (folded) trains three steps under the `Meter` of lesson 0.
 
 # %%
 from fsdp_utils.lessons.tables import Table
@@ -126,532 +147,532 @@ from fsdp_utils.notebook import ranks
 
 ranks.start()
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_utils import record_collectives
+from fsdp_utils.lessons.meter import Meter
+from fsdp_utils.sharding.units import find_units
 
 rank, world = dist.get_rank(), dist.get_world_size()
 n_hosts = 2 if world % 2 == 0 and world > 2 else 1
-per_host = world // n_hosts
-device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+per_host, UNITS = world // n_hosts, 16
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 flat = init_device_mesh(device.type, (world,))
 hosts = init_device_mesh(device.type, (n_hosts, per_host), mesh_dim_names=("replicate", "shard"))
 
 
 def build():
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(256, 256, device=device) for _ in range(8)])
+    return nn.Sequential(*[nn.Linear(256, 256, device=device) for _ in range(UNITS)])
 
 
-def fsdp(mesh, reshard, **options):
-    model = build()
-    for part in [*model, model]:
-        fully_shard(part, mesh=mesh, reshard_after_forward=reshard, **options)
-    return model
+def batch(number):  # f32[2, 256], other samples on each rank; so few that activations don't count
+    return torch.randn(2, 256, generator=torch.Generator().manual_seed(100 * rank + number)).to(device)
 
 
-def ddp():
-    return DistributedDataParallel(build(), gradient_as_bucket_view=True)  # else it holds gradients twice
+local = lambda tensor: tensor.to_local() if isinstance(tensor, DTensor) else tensor  # noqa: E731
 
 
-def batch(number):  # f32[32, 256], other samples on each rank
-    return torch.randn(32, 256, generator=torch.Generator().manual_seed(100 * rank + number)).to(device)
-
-
-def leaving(trace):
-    """MiB that leave host 0 in a step, if the ranks of a collective form a ring."""
-    sent = torch.zeros(world, device=device)
-    for event in trace.collectives:
-        following = event.ranks[(event.ranks.index(rank) + 1) % len(event.ranks)]
-        sent[rank] += event.sent_bytes if following // per_host != rank // per_host else 0
-    dist.all_reduce(sent)
-    return sent[:per_host].sum().item() / 2**20
-
-
-# %% [markdown]
-# `hold` (folded) trains six steps under the `Meter` of lesson 0. It returns what this rank holds at the
-# moment at which it holds most, and what leaves the host.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-import warnings
-
-from torch.distributed.tensor import DTensor
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it uses torch.jit, which is deprecated
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-from fsdp_utils.lessons.meter import Meter
-from fsdp_utils.sharding.units import find_units
-
-
-def record(model, optimizer=None):
-    for number in range(2):
-        with record_collectives(model, ranks_per_host=per_host) as trace:
-            (model(batch(number)) - batch(number)).square().mean().backward()
-            if optimizer:
-                optimizer.step()
-    return trace
-
-
-def mib(tensors):
-    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors) / 2**20
-
-
-def hold(model, zero1=False):
-    """MiB on this rank when it holds most in a step, by part; and what leaves the host in one."""
-    adamw = torch.optim.AdamW
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), adamw) if zero1 else adamw(model.parameters())
-    found = []
-    for number in range(6):
-        with Meter(model.parameters(), device=device.type) as meter:
-            (model(batch(number)) - batch(number)).square().mean().backward()
+def hold(model, micro_batches=1, before=lambda model, is_last: None):
+    """Bytes per parameter on this rank at its peak, those that leave a host in a step, and the first gradients."""
+    optimizer, peaks, gradients = torch.optim.AdamW(model.parameters()), [], []
+    for _ in range(3):
+        with (record_collectives(model, ranks_per_host=per_host) as trace, Meter(model.parameters(), device=device.type) as meter):
+            for number in range(micro_batches):
+                before(model, number == micro_batches - 1)
+                ((model(batch(number)) - batch(number)).square().mean() / micro_batches).backward()
+        peaks.append(meter.peak_tensor_bytes)
+        gradients = gradients or [local(p.grad).clone() for p in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-        found.append(max(zip(meter.tensor_bytes, meter.gather_bytes)))
-    total, gathered = (nbytes / 2**20 for nbytes in min(found))  # a buffer may be freed late, never early
-    states, shards = getattr(optimizer, "optim", optimizer).state.values(), mib(model.parameters())
-    moments = mib(t for state in states for t in state.values() if t.dim() > 0)
-    parts = {"parameters": shards, "AdamW's moments": moments, "gathered, with buffers": gathered}
-    parts["gradients, activations"] = total - gathered - shards
-    return parts, leaving(record(model, optimizer))
+    moments = [t for state in optimizer.state.values() for t in state.values() if t.dim() > 0]
+    always, moments = (sum(local(t).nbytes for t in tensors) for tensors in (model.parameters(), moments))
+    far = [event for event in trace.collectives if event.link == "between hosts"]
+    sent = sum(event.sent_bytes * world / len(event.ranks) for event in far)  # a ring leaves a host once
+    numel, added = sum(p.numel() for p in model.parameters()), min(peaks) - always  # a buffer may be freed late
+    parts = {"parameters and AdamW's moments": (always + moments) / numel, "added in the step": added / numel}
+    return parts, sent / numel, gradients
 
 
 # %% tags=["memory", "bytes"]
 # %%ranks
-measured = {
-    "DDP": hold(ddp()),
-    "ZeRO-1, with DDP": hold(ddp(), zero1=True),
-    "ZeRO-2": hold(fsdp(flat, False)),
-    "FULL_SHARD": hold(fsdp(flat, True)),
-    "HYBRID_SHARD": hold(fsdp(hosts, True)),
-}
+mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def fsdp(mesh, reshard, policy=mixed):
+    model = build()
+    for part in [*model, model]:
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    return model
+
+
+ways = {"FULL_SHARD": (flat, True), "hpZ": (flat, per_host), "ZeRO-2": (flat, False), "HYBRID_SHARD": (hosts, True)}
+measured = {name: hold(fsdp(*way))[:2] for name, way in ways.items()}
+measured["DDP"] = hold(DistributedDataParallel(build(), gradient_as_bucket_view=True))[:2]  # else gradients are held twice
 
 # %%
 measured = ranks.get("measured")[0]
-plots.amounts(
-    {
-        "held by a rank at its peak": {name: parts for name, (parts, _) in measured.items()},
-        "leaves a host in a step": {name: {"sent to the other host": sent} for name, (_, sent) in measured.items()},
-    },
-    unit="MiB",
-)
-
-# %% tags=["check"]
-held = {name: sum(parts.values()) for name, (parts, _) in measured.items()}
-assert held["FULL_SHARD"] < held["ZeRO-2"] < held["DDP"]
+plots.amounts({
+    "held by a rank at its peak": {name: parts for name, (parts, _) in measured.items()},
+    "leaves a host in a step": {name: {"sent to the other host": sent} for name, (_, sent) in measured.items()},
+}, unit="bytes per parameter")
 
 # %% [markdown]
-# - **FULL_SHARD** holds a quarter of everything, and at most three units' worth of complete parameters and
-#   buffers. **ZeRO-2** keeps all eight units from forward to backward, and saves their second all-gather.
-# - **HYBRID_SHARD** cuts over the two ranks of a host, so its state is twice that of FULL_SHARD.
-# - In float32 **DDP** sends as much as ZeRO-2, since an all-reduce is a reduce-scatter and an all-gather in one.
-#   It sends gradients in *buckets*, each closed once it has 25 MiB (the first: 1 MiB): here fewer and larger
-#   messages than FSDP2's, in a model of billions of parameters more and smaller ones. If a model fits under DDP
-#   with room to spare, DDP is a good choice.
-# - **ZeRO-1, with DDP** sends as much as FULL_SHARD and holds much more: all gradients are reduced to every
-#   rank, and then the new parameters are broadcast. ZeRO-1 as it was designed sends 2 P; you build it in
-#   turn 2.
-#
-# The sum is that of one moment, and leaves out what the optimizer needs within its step. A rank's bytes are
-# the least that its collectives have to send without reductions in the switch; what leaves a host is that of
-# a ring over all ranks, (n - 1) / n, where an algorithm that knows the hosts could send (hosts - 1) / hosts.
-# How it sends them is the backend's choice: gloo carries out a reduce-scatter as an all-reduce, with twice
-# the bytes.
+# No strategy has the shortest bar in both panels. Blue is there all the time, 12 bytes per parameter divided by the
+# ranks that share them: two under HYBRID_SHARD, which therefore holds much here. Orange comes and goes within a step,
+# and explains hpZ, which holds hardly more than FULL_SHARD and sends as little as ZeRO-2. At the end of forward a rank
+# of hpZ keeps half of the parameters in bf16, 1 byte per parameter here, but no gradients: `zero_grad()` has freed
+# them. In backward gradients grow while that half is freed, so **the two never meet**. ZeRO-2 keeps 2 bytes where hpZ
+# keeps 1, and peaks at the end of forward. DDP averages gradients in **buckets**, which leave while backward goes on.
 #
 # ## Your cluster
 #
-# Two hosts of two ranks are a small cluster, and float32 is not what you send. **The numbers here are
-# calculated**, for state in float32, gathers in bf16 and gradients reduced in float32 ([lesson
-# 7](07_mixed_precision.ipynb)).
+# So the peak is the larger of two moments, the end of forward and the end of backward. `holds` calculates it, and
+# `leave_a_host` the bytes. Both also take a number of micro-batches, for the next section: from the second on, the
+# end of forward has gradients, too, those of the earlier ones.
 
 # %% tags=["link"]
-def leave_a_host(strategy, hosts, per_host, gather=2, reduce=4):  # bytes of an element when it is sent
-    """Bytes that leave a host in one step, per parameter of the model."""
+def holds(strategy, hosts, per_host, micro_batches=1, units=32):
+    """Bytes per parameter that a rank holds at its peak, before activations; DDP in float32."""
+    if strategy == "DDP":
+        return 16  # parameter, gradient and two moments, 4 bytes each
+    cut_by = per_host if strategy == "HYBRID_SHARD" else hosts * per_host
+    kept = {"hpZ": 2 / per_host if hosts > 1 else 0, "ZeRO-2": 2}.get(strategy, 0)  # from forward to backward
+    end_of_forward = (12 if micro_batches == 1 else 16) / cut_by + kept  # with gradients of earlier micro-batches
+    end_of_backward = 16 / cut_by
+    return max(end_of_forward, end_of_backward) + 6 / units  # about three units at a time, in bf16
+
+
+def leave_a_host(strategy, hosts, per_host, micro_batches=1, gather=2, reduce=4):
+    """Bytes per parameter that leave a host in one optimizer step."""
     n = hosts * per_host
-    all_ranks, copies = ((n - 1) / n if hosts > 1 else 0), (hosts - 1) / hosts
+    ring = (n - 1) / n if hosts > 1 else 0  # the part of a tensor that a ring of all ranks sends
     return {
-        "DDP": 2 * reduce * all_ranks,
-        "ZeRO-2": (gather + reduce) * all_ranks,
-        "FULL_SHARD": (2 * gather + reduce) * all_ranks,
-        "HYBRID_SHARD": 2 * reduce * copies,
+        "FULL_SHARD": micro_batches * (gather + gather + reduce) * ring,
+        "hpZ": micro_batches * (gather + reduce) * ring,  # the second gather stays in the host
+        "ZeRO-2": micro_batches * (gather + reduce) * ring,
+        "HYBRID_SHARD": 2 * reduce * (hosts - 1) / hosts,  # an all-reduce sends twice; once in a step
+        "DDP": 2 * reduce * ring,  # once in a step
     }[strategy]
 
 
-NAMES = ["DDP", "ZeRO-2", "FULL_SHARD", "HYBRID_SHARD"]
-Table(
-    ["bytes per parameter that leave a host of 8 ranks", *NAMES],
-    [[f"{hosts} hosts", *(f"{leave_a_host(name, hosts, 8):.1f}" for name in NAMES)] for hosts in (2, 4, 8, 64)],
-)
+# %% tags=["check"]
+n_hosts, per_host, units = ranks.get("(n_hosts, per_host, UNITS)")[0]
+for name, (parts, sent) in measured.items():
+    assert 0 <= sum(parts.values()) - holds(name, n_hosts, per_host, units=units) < 0.4, name
+    assert abs(sent - leave_a_host(name, n_hosts, per_host)) < 0.1, name
 
 # %% [markdown]
-# On two hosts HYBRID_SHARD sends about half of what FULL_SHARD sends over the link. **With more hosts that
-# gain goes**: from four hosts on ZeRO-2 sends less, and on 64 HYBRID_SHARD sends as much as FULL_SHARD. Its
-# all-reduce sends each gradient twice, in float32. (With `reduce=2`, bf16, it sends the least on any number
-# of hosts.) Two gains stay: in forward nothing crosses the link, and a collective across hosts has one rank
-# of each host. On 64 hosts that is a ring of 64 ranks in place of 512, and each hop has a latency.
-#
-# The sliders put memory beside it, for 8 billion parameters in 32 equal units.
+# A check holds both against the bars above: the bytes agree, and a measured peak is at most 0.4 higher, because
+# gradients of a unit wait to be reduced. Now set your cluster, for 8 billion parameters.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons.sliders import Axis, Point, Stack, explore
 
+NAMES = ["FULL_SHARD", "hpZ", "ZeRO-2", "HYBRID_SHARD", "DDP"]
 GIB = 8e9 / 2**30  # one byte for each of 8 billion parameters
-COMPLETE = {"DDP": 0, "ZeRO-2": 34 / 32, "FULL_SHARD": 3 / 32, "HYBRID_SHARD": 3 / 32}  # of the model
 
 
-def calculated(hosts, per_host, strategy):
-    cut_by = {"DDP": 1, "HYBRID_SHARD": per_host}.get(strategy, hosts * per_host)
-    leaves = GIB * leave_a_host(strategy, hosts, per_host)
-    return Point(
-        [16 * GIB / cut_by, 2 * GIB * COMPLETE[strategy]], [leaves], "calculated, before activations"
-    )
+def of_8_billion(hosts, per_host, micro_batches, strategy):
+    cluster = strategy, hosts, per_host, micro_batches
+    return Point([GIB * holds(*cluster)], [GIB * leave_a_host(*cluster)], "calculated, before activations")
 
 
+first = [[round(GIB * f(name, 2, 8, k), 1) for name in NAMES] for f, k in ((holds, 1), (leave_a_host, 1), (leave_a_host, 4))]
+assert first == [[8.8, 8.8, 21.9, 16.3, 119.2], [55.9, 41.9, 41.9, 29.8, 55.9], [223.5, 167.6, 167.6, 29.8, 55.9]]
+assert [round(GIB * holds(name, 64, 8), 1) for name in NAMES] == [1.6, 3.4, 16.5, 16.3, 119.2]
 explore(
     "calculated: 8 billion parameters, before activations",
     [Axis("hosts", [1, 2, 4, 8, 32, 64], start=1), Axis("ranks per host", [1, 2, 4, 8], start=3),
-     Axis("strategy", NAMES, start=2)],
-    Stack("held by a rank", "GiB", {"state": plots.RANK_COLORS[0], "complete units and buffers, bf16": plots.RANK_COLORS[1]},
-          upto=140, limit=80, limit_name="80 GiB"),
-    calculated, scalars={"leave a host in a step": "GiB"}, over="strategy",
+     Axis("micro-batches", [1, 2, 4, 8]), Axis("strategy", NAMES, start=0)],
+    Stack("held by a rank at its peak", "GiB", {"held": plots.RANK_COLORS[0]}, upto=140, limit=80, limit_name="80 GiB"),
+    of_8_billion, scalars={"leave a host in a step": "GiB"}, over="strategy",
 )
 
 # %% [markdown]
-# ## When gathers are hidden
+# Go from 2 hosts to 64 with eight ranks each. FULL_SHARD falls to 1.6 GiB and hpZ to 3.4, but ZeRO-2 and
+# HYBRID_SHARD stay above 16: ZeRO-2 always has the complete bf16 parameters, HYBRID_SHARD one copy's state on
+# eight ranks. On a single host nothing leaves, so HYBRID_SHARD and hpZ have no use.
 #
-# Bytes cost little time while the GPU computes long enough (the collectives' kernels slow it somewhat). In
-# forward a rank computes 2 FLOP for each parameter and token, and gathers 2 bytes in bf16. That is hidden
-# from `F / B` tokens on, where F is the FLOP/s that the GPU reaches, and B the bytes per second of an
-# all-gather (the *bus bandwidth* that nccl-tests prints). Backward computes 4 FLOP, gathers 2 bytes and
-# reduces 4: hidden from `1.5 F / B` tokens on. Tokens are those of **one rank in one forward pass**,
-# micro-batch times sequence length.
+# The units are equal here. By default the root unit, often embedding and head, is kept from forward to backward
+# as under ZeRO-2, unless you pass `reshard_after_forward=True` for the model, too.
 #
-# A replay of the recorded steps checks this rule. Its GPU is invented: 400 TFLOP/s, 200 GB/s within a host,
-# 50 GB/s between the two hosts, and no latency.
+# ## Gradient accumulation
+#
+# With **gradient accumulation** an optimizer step uses several *micro-batches*, one after the other. By default
+# FSDP2 reduces gradients after each. Two switches change that, and both are turned on again for the last:
+# `set_requires_gradient_sync(False)` leaves gradients unreduced (DDP and FSDP1: `no_sync()`), and under
+# HYBRID_SHARD `set_requires_all_reduce(False)` reduces them within the host and leaves out the all-reduce alone.
+
+# %% tags=["accumulation"]
+# %%ranks
+accumulated = {
+    "FULL_SHARD, reduced after each": hold(fsdp(flat, True), 4),
+    "FULL_SHARD, reduced after the last": hold(
+        fsdp(flat, True), 4, lambda model, is_last: model.set_requires_gradient_sync(is_last)),
+    "ZeRO-2, reduced after each": hold(fsdp(flat, False), 4),
+    "HYBRID_SHARD, all-reduced after each": hold(fsdp(hosts, True), 4),
+    "HYBRID_SHARD, all-reduced after the last": hold(
+        fsdp(hosts, True), 4, lambda model, is_last: model.set_requires_all_reduce(is_last)),
+}
+for pair in (list(accumulated)[:2], list(accumulated)[3:]):  # the same gradients
+    for one, other in zip(*(accumulated[way][2] for way in pair)):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
 
 # %%
-# %%ranks
-mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-ways = {"ZeRO-2": (flat, False), "FULL_SHARD": (flat, True), "HYBRID_SHARD": (hosts, True)}
-traces = {name: record(fsdp(*way, mp_policy=mixed)) for name, way in ways.items()}
-sent = {name: leaving(trace) for name, trace in traces.items()}
+accumulated = ranks.get("{way: (sum(parts.values()), sent) for way, (parts, sent, _) in accumulated.items()}")[0]
+rows = [[way, round(held, 1), round(sent, 1)] for way, (held, sent) in accumulated.items()]
+Table(["four micro-batches, bytes per parameter", "a rank holds", "leave a host"], rows)
+
+# %% tags=["check"]
+for way, strategy in zip(list(accumulated)[::2], ("FULL_SHARD", "ZeRO-2", "HYBRID_SHARD")):
+    held, sent = accumulated[way]
+    assert 0 <= held - holds(strategy, n_hosts, per_host, 4, units) < 0.6, way
+    assert abs(sent - leave_a_host(strategy, n_hosts, per_host, 4)) < 0.1, way
+table = [[leave_a_host(name, *at) for name in ("hpZ", "HYBRID_SHARD")] for at in ((2, 8), (4, 8), (2, 8, 4), (64, 8, 4))]
+assert [[round(number, 1) for number in row] for row in table] == [[5.6, 4], [5.8, 6], [22.5, 4], [24, 7.9]]
+
+# %% [markdown]
+# **Reducing after the last costs FULL_SHARD memory.** What isn't reduced isn't cut, so each rank keeps complete
+# gradients in the dtype of the reduction, for 26 billion parameters on 16 ranks 97 GiB instead of 6. The gathers,
+# two for each micro-batch, still leave the host.
+#
+# **HYBRID_SHARD, all-reduced after the last, sends the least by far**, a quarter of what it sends otherwise. It
+# also holds *less* than with an all-reduce after each, because FSDP2 keeps the inputs of all-reduces until backward
+# ends. So the number of micro-batches decides more than that of hosts. With one, on two hosts of eight, HYBRID_SHARD
+# sends 4.0 bytes where hpZ and ZeRO-2 send 5.6. From four hosts on it sends more than they do, because an all-reduce
+# sends each float32 gradient almost twice. With four micro-batches it sends 4.0 against 22.5, and on 64 hosts still
+# 7.9 against 24. (That a ring of hundreds of ranks also has hundreds of hops isn't measured here.)
+#
+# ## When gathers are hidden
+#
+# FSDP sends while the GPU computes, so sending less helps only if the GPU waits. Let T be the tokens of **one rank in
+# one forward pass**, micro-batch times sequence length. For each parameter, FULL_SHARD
+#
+# | in | computes, FLOP | sends, bytes | is hidden once |
+# |:--|:--|:--|:--|
+# | forward | 2 T | 2, gathered | T > F / B |
+# | backward | 4 T | 2, gathered, and 4, reduced | **T > 1.5 F / B** |
+#
+# Backward decides. With F = 400 TFLOP/s the line is 12,000 tokens where B is 50 GB/s, and 48,000 at 12.5 GB/s (100
+# Gbit/s). For B take `busbw` of nccl-tests' `all_gather_perf` on all your ranks; for F, `6 * parameters`
+# times the tokens per second of a GPU that doesn't wait.
+#
+# To check the line, the next cells record what one of 16 ranks issues on torch's `fake` backend and replay it as in
+# lesson 4 for an invented GPU: 400 TFLOP/s, 200 GB/s within a host of eight, 50 GB/s between two hosts, no latency.
+# 1 means that all communication is hidden.
+
+# %% jupyter={"source_hidden": true}
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_utils import record_collectives
+
+
+def recorded_on_16(mesh, reshard, micro_batches=1):
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+    for part in [*model, model]:
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard, mp_policy=mixed)
+    for _ in range(2):  # from the second step on, backward knows what to prefetch
+        with record_collectives(model, ranks_per_host=8) as trace:
+            for number in range(micro_batches):
+                model.set_requires_all_reduce(number == micro_batches - 1)
+                model(torch.zeros(1, 256)).sum().backward()
+    return trace
+
+
+dist.init_process_group("fake", rank=0, world_size=16, store=FakeStore())
+flat, hosts = init_device_mesh("cpu", (16,)), init_device_mesh("cpu", (2, 8), mesh_dim_names=("replicate", "shard"))
+traces = {name: recorded_on_16(flat, reshard) for name, reshard in (("FULL_SHARD", True), ("hpZ", 8), ("ZeRO-2", False))}
+traces["HYBRID_SHARD"] = recorded_on_16(hosts, True)
+traces["HYBRID_SHARD, 4 micro-batches"] = recorded_on_16(hosts, True, 4)
+dist.destroy_process_group()
 
 # %% tags=["replay"]
-TOKENS, traces = [500 * 2**i for i in range(7)], ranks.get("traces")[0]
-n_hosts, per_host = ranks.get("(n_hosts, per_host)")[0]
+TOKENS = [500 * 2**i for i in range(7)]
 
 
 def slowdown(name, tokens, link, flops=400e12):
     """Length of a replayed step, in times of its computation."""
     compute = {unit: 2 * (nbytes / 4) * tokens / flops for unit, nbytes in traces[name].unit_bytes.items()}
-    between = link / per_host if name == "HYBRID_SHARD" else link  # its all-reduces share the link
+    between = link / 8 if name.startswith("HYBRID") else link  # the all-reduces of eight ranks share the link
     speeds = {"within a host": 200e9 / 2**30, "between hosts": between / 2**30}
     run = traces[name].replay(compute_s=compute, link_gib_s=speeds)
     return run.step_s / run.compute_s
 
-
-fig, (axes,) = plots.figure(width=7, height=2.7)
-for name, color in zip(traces, plots.RANK_COLORS):
-    axes.plot(TOKENS, [slowdown(name, tokens, 50e9) for tokens in TOKENS], "o-", color=color, label=name)
-axes.axvline(1.5 * 400e12 / 50e9, color=plots.INK, linestyle="--", linewidth=1)
-axes.set(xscale="log", yscale="log", xlabel="tokens per rank", ylabel="step / computation", title="replayed")
+fig, (axes,) = plots.figure(width=7, height=3)
+for name, color in zip(traces, (*plots.RANK_COLORS[:4], plots.RANK_COLORS[3])):
+    style = "o--" if "4" in name else "o-"
+    axes.plot(TOKENS, [slowdown(name, tokens, 50e9) for tokens in TOKENS], style, color=color, label=name)
+axes.axvline(1.5 * 400e12 / 50e9, color=plots.INK, linestyle=":", linewidth=1.2)
+axes.set(xscale="log", yscale="log", xlabel="tokens per rank in a forward pass", ylabel="step / computation")
+axes.set_title("replayed: two hosts of eight")
 axes.set_xticks(TOKENS, TOKENS)
 axes.set_yticks([1, 2, 4, 8, 16], [1, 2, 4, 8, 16])
 axes.minorticks_off()
-axes.legend(loc="lower left")
+axes.legend(loc="upper right")
 plots.show(fig, alt="How much longer than its computation a step is, over tokens per rank, by strategy.")
 
 # %% tags=["check"]
-parameters = ranks.get("sum(p.numel() for p in build().parameters())")[0]
-for name, in_mixed in ranks.get("sent")[0].items():             # as calculated, with both sets of dtypes
-    for found, dtypes in ((in_mixed, (2, 4)), (measured[name][1], (4, 4))):
-        assert abs(found * 2**20 / parameters - leave_a_host(name, n_hosts, per_host, *dtypes)) < 0.1, name
-for link in (5e9, 12.5e9, 25e9, 50e9, 100e9) if n_hosts == 2 else ():  # the rule, swept over the link
+for name, trace in traces.items():  # hosts of eight leave what is calculated
+    far = [event for event in trace.collectives if event.link == "between hosts"]
+    sent = sum(event.sent_bytes * 16 / len(event.ranks) for event in far) / sum(trace.unit_bytes.values()) * 4
+    assert abs(sent - leave_a_host(name.split(",")[0], 2, 8, 4 if "4" in name else 1)) < 0.01, name
+for link in (5e9, 12.5e9, 25e9, 50e9):  # the rule, swept over the link
     line = 1.5 * 400e12 / link
     far, at = ({name: slowdown(name, tokens, link) for name in traces} for tokens in (line / 8, line))
-    assert 1.28 < far["FULL_SHARD"] / far["ZeRO-2"] < 1.31
-    assert max(at.values()) < 1.09
-    assert 5.3 < far["FULL_SHARD"] < 5.4
-    assert 4.0 < far["HYBRID_SHARD"] < 5.4
+    assert max(at.values()) < 1.08
+    assert 1.29 < far["FULL_SHARD"] / far["ZeRO-2"] < 1.31
+    assert far["HYBRID_SHARD"] < 1.01 * far["ZeRO-2"] > 2 * far["HYBRID_SHARD, 4 micro-batches"]
+assert [round(slowdown(name, 2000, 50e9), 1) for name in traces] == [5.0, 4.1, 3.9, 3.9, 1.9]
+assert [round(slowdown(name, 15_000, 5e9), 1) for name in traces][2:4] == [5.1, 4.1]
+at_50_mbit = [(name, round(run["step_s"], 1)) for name, run in recorded.load("two_hosts")["results"][0]["strategies"].items()]
+assert at_50_mbit[2:] == [("FULL_SHARD", 9.8), ("HYBRID_SHARD", 3.0)]
 
 # %% [markdown]
-# The dashed line is 1.5 F / B: 12,000 tokens. There, a step of any strategy is at most 9% longer than its
-# computation, so no other strategy saves much over FULL_SHARD. With an eighth of the tokens a step of
-# FULL_SHARD takes 5.3 times as long as its computation, 1.3 times as long as one of ZeRO-2: about the ratio
-# of their bytes, 8 to 6. A check finds the same at links of 5 to 100 GB/s, each at its own line. (This replay
-# does not choose between HYBRID_SHARD and ZeRO-2. With two ranks on a host they send 4.0 and 4.5 bytes per
-# parameter, with eight 4.0 and 5.6; and the replay has one stream, where FSDP2 gives the all-reduces of
-# HYBRID_SHARD their own.)
+# The dotted line is 1.5 F / B = 12,000 tokens. There a replayed step takes at most 8% longer than its computation
+# under any strategy, so none can save more than that. To the left the curves part: at 2,000 tokens a step takes 5.0
+# times its computation under FULL_SHARD, 3.9 under ZeRO-2, and 1.9 under HYBRID_SHARD with four micro-batches.
+# With one, HYBRID_SHARD isn't faster than ZeRO-2: its gathers within the host take time, too, and the replay sends
+# one collective at a time. On a slower link they count less: at 5 GB/s and 15,000 tokens 4.1 against 5.1.
 #
-# More tokens per rank need more memory for activations. That memory may come from FULL_SHARD itself, or from
-# checkpointing.
-#
-# ### Recorded: a slow link
-#
-# In this recording the link is real: its rate is limited with `tc`. The two hosts are one machine with two
-# CPU cores, and the backend is gloo.
-
-# %%
-two_hosts, rows = recorded.load("two_hosts"), []
-for result in two_hosts["results"]:
-    rate = f"{result['rate_mbit']} Mbit/s" if result["rate_mbit"] else "not limited"
-    rows.append([rate, *(f"{run['step_s']:.2f}" for run in result["strategies"].values())])
-assert [round(float(row[3]) / float(row[4]), 1) for row in rows] == [3.3, 2.7, 1.1]
-Table(
-    ["link; seconds of a step", *NAMES], rows, note=f"Recorded {two_hosts['date']} on {two_hosts['device']}."
-)
-
-# %% [markdown]
-# HYBRID_SHARD is 3.3 times as fast as FULL_SHARD on the slowest link, and 1.1 times as fast without a limit.
-# (gloo sends a reduce-scatter as an all-reduce: 24, 36, 48 and 16 MiB crossed the link. With a true
-# reduce-scatter it is 24, 24, 36 and 16: expect 2.25 times, not 3.3, and ZeRO-2 like DDP. Without a limit DDP
-# is the fastest.)
+# A recording has a real link, limited by `tc` to 50 Mbit/s, between two hosts of two ranks on one machine: 9.8 s a
+# step under FULL_SHARD, 3.0 under HYBRID_SHARD, with one micro-batch. Expect less on GPUs: gloo carries out a
+# reduce-scatter as an all-reduce, with twice the bytes.
 #
 # ## The mesh of HYBRID_SHARD
 #
-# A **device mesh** arranges ranks in rows and columns. `fully_shard` shards over the *last* dimension, the
-# rows, and replicates over the first. A row need not be one host: with eight hosts, rows of four hosts make
-# two copies.
+# A **device mesh** arranges ranks in rows. `fully_shard` keeps a copy of the model in each row, cut over its ranks, so
+# a row should be a host. What if the two dimensions are swapped?
 
 # %%
 # %%ranks
 swapped = DeviceMesh(device.type, hosts.mesh.t(), mesh_dim_names=("replicate", "shard"))
-of_swapped = leaving(record(fsdp(swapped, True)))
+of_hosts, of_swapped = measured["HYBRID_SHARD"][1], hold(fsdp(swapped, True))[1]
 if rank == 0:
-    print("rows", hosts.mesh.tolist(), f"{measured['HYBRID_SHARD'][1]:.1f} MiB leave a host")
-    print("rows", swapped.mesh.tolist(), f"{of_swapped:.1f} MiB leave a host")
+    print("rows", hosts.mesh.tolist(), f"{of_hosts:.1f} bytes per parameter leave a host")
+    print("rows", swapped.mesh.tolist(), f"{of_swapped:.1f} bytes per parameter leave a host")
 if n_hosts == 2:
-    assert of_swapped > 2.9 * measured["HYBRID_SHARD"][1]
+    assert of_swapped > 1.9 * of_hosts
 
 # %% [markdown]
-# With the dimensions in the wrong order each copy is cut across the hosts. Nothing raises an error, and three
-# times as much leaves a host. Nor does `fully_shard` compare the copies: give all ranks the same weights, by
-# a seed or a file.
+# Swapped, each copy lies across both hosts, so its gathers cross the link: twice the bytes here, eight times on hosts
+# of eight, and no error. Print `mesh.mesh.tolist()` in your job: is each row a host? (Or several, where one is too
+# small for a copy.) `fully_shard` doesn't compare the copies: give all ranks the same weights, by a seed or a file.
 #
-# ## Your turn 1 · As few hosts as possible
+# ## Your turn 1 · Which strategy?
 #
-# Write `my_rows(world, per_host, state, room)`: the rows of the mesh. `state` is the GiB of the complete
-# model's state, `room` the GiB that a rank has for its part of it. Ranks are numbered host by host. Return a
-# list of rows, each a list of ranks. A row is one copy of the model, on whole hosts, on as few of them as
-# hold it; all rows are equally long. For instance, `my_rows(4, 2, 100, 60)` is `[[0, 1], [2, 3]]`. In the
-# clusters of the turn, all ranks together always have room.
+# Write `my_strategy(job)`, which chooses for the jobs below. None fits under DDP. `tokens` are those of one rank in
+# one forward pass; `room` is a GPU's GiB for all that `holds` counts.
+#
+# - Return one of `FSDP`, the names in the next cell. It has to fit into `room`.
+# - If the line says that FULL_SHARD hides its communication, take that. Else take the one that sends least.
 #
 # <details><summary>Hint</summary>
 #
-# Try 1, 2, 3 … hosts per row: the number must divide the number of hosts, and `state / ranks in a row` must
-# be at most `room`.
+# First the line. Then a list of the names that fit: `holds(...)` times the parameters, divided by 2**30. Then `min`
+# of that list, with `leave_a_host` as its key.
 #
 # </details>
 
+# %%
+from collections import namedtuple
+
+Job = namedtuple("Job", "parameters hosts per_host micro_batches tokens flops bandwidth room")
+FSDP = ["FULL_SHARD", "hpZ", "ZeRO-2", "HYBRID_SHARD"]
+JOBS = [
+    Job(8e9, 2, 8, 1, 16_384, 400e12, 50e9, 60),
+    Job(8e9, 2, 8, 1, 4_096, 400e12, 50e9, 40),
+    Job(8e9, 8, 8, 1, 4_096, 400e12, 50e9, 40),
+    Job(8e9, 8, 8, 8, 4_096, 400e12, 50e9, 40),
+    Job(70e9, 8, 8, 4, 2_048, 400e12, 50e9, 50),
+    Job(70e9, 4, 8, 4, 2_048, 400e12, 50e9, 50),
+]
+Table(["job", *Job._fields], [[number, *map("{:g}".format, job)] for number, job in enumerate(JOBS, 1)])
+
 # %% jupyter={"source_hidden": true}
-# %%ranks
-from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
+from fsdp_utils.lessons.your_turn import NotYet, exactly, turn
 
-CLUSTERS = [(8, 2, 100, 30), (16, 4, 100, 25), (16, 4, 100, 200), (24, 4, 100, 11), (24, 4, 100, 7)]
-FULL, PART, WIDE = "clusters: no room on a rank", "clusters: part of a host in a row", "clusters: more hosts than needed"
+FITS, HIDDEN = "jobs where it does not fit", "jobs that pay memory for nothing"
+WAITS, SENDS = "jobs left waiting under FULL_SHARD", "jobs that send more than needed"
 
 
-def as_lists(rows, world):
-    try:
-        rows = [[int(member) for member in row] for row in getattr(rows, "mesh", rows)]
-    except TypeError:
-        raise NotYet("Return a list of rows, each a list of ranks.") from None
-    if sorted(member for row in rows for member in row) != list(range(world)):
-        raise NotYet(f"Each of the {world} ranks has to be in exactly one row; found {rows}.")
-    if len(set(map(len, rows))) > 1:
-        raise NotYet(f"All rows of a mesh are equally long, so their hosts must divide all hosts; found {rows}.")
-    return rows
+def sent_for(job, name):
+    return leave_a_host(name, job.hosts, job.per_host, job.micro_batches)
+
+
+def that_fit(job):
+    cluster = job.hosts, job.per_host, job.micro_batches
+    return [name for name in FSDP if holds(name, *cluster) * job.parameters / 2**30 <= job.room]
 
 
 @turn(1, {
-    FULL: exactly(0, "A copy is cut over too few ranks: state / ranks in a row is more than the room."),
-    PART: exactly(0, "A row has only some ranks of a host."),
-    WIDE: exactly(0, "Fewer hosts would hold a copy: more than necessary is sent between hosts."),
-    "MiB that leave a host, here": at_most(2.01, "A row spans both hosts here: its gathers cross the link."),
+    FITS: exactly("none", "It needs more than the room: call `holds` with the job's hosts, ranks and micro-batches."),
+    HIDDEN: exactly("none", "Above 1.5 F / B tokens communication is hidden: FULL_SHARD, which holds least, is as fast."),
+    WAITS: exactly("none", "Another one fits and sends less. T is the tokens of one forward pass, not of the step."),
+    SENDS: exactly("none", "Another one that fits sends less: are the job's micro-batches counted?"),
 })
-def score_rows(my_rows):
-    found = {FULL: 0, PART: 0, WIDE: 0}
-    for on_all, on_each, state, room in CLUSTERS:
-        rows = as_lists(my_rows(on_all, on_each, state, room), on_all)
-        needed = next(n for n in range(on_each, 99, on_each) if on_all % n == 0 and state / n <= room)
-        found[FULL] += state / len(rows[0]) > room
-        found[PART] += any(len(row) != on_each * len({member // on_each for member in row}) for row in rows)
-        found[WIDE] += len(rows[0]) > needed
-    rows = as_lists(my_rows(world, per_host, 100, 100), world)
-    mesh = DeviceMesh(device.type, rows, mesh_dim_names=("replicate", "shard"))
-    return {**found, "MiB that leave a host, here": round(leaving(record(fsdp(mesh, True))), 2)}
+def score_strategy(my_strategy):
+    found = {FITS: [], HIDDEN: [], WAITS: [], SENDS: []}
+    for number, job in enumerate(JOBS, 1):
+        name, sends = my_strategy(job), {other: sent_for(job, other) for other in that_fit(job)}
+        if name not in FSDP:
+            raise NotYet(f"Job {number}: expected one of {', '.join(FSDP)}; found {name!r}.")
+        if name not in sends:
+            found[FITS].append(number)
+        elif job.tokens > 1.5 * job.flops / job.bandwidth:
+            found[HIDDEN] += [number] * (name != "FULL_SHARD")
+        elif sends[name] > min(sends.values()):
+            found[WAITS if name == "FULL_SHARD" else SENDS].append(number)
+    return {row: ", ".join(map(str, numbers)) or "none" for row, numbers in found.items()}
 
 
 # %%
 # %%turn 1
-def my_rows(world, per_host, state, room):  # int, int, GiB, GiB
-    return None  # your lines here: [[rank, ...], ...]
+def my_strategy(job):
+    # is communication hidden? if not: which strategies fit, and which of these sends least?
+    return None  # your lines here: one of FSDP
 
 
 # %% tags=["solution"] turn=1
-def my_rows(world, per_host, state, room):
-    for size in range(per_host, world + 1, per_host):
-        if world % size == 0 and state / size <= room:
-            return [list(range(first, first + size)) for first in range(0, world, size)]
+def my_strategy(job):
+    if job.tokens > 1.5 * job.flops / job.bandwidth:
+        return "FULL_SHARD"
+    cluster = job.hosts, job.per_host, job.micro_batches
+    fits = [name for name in FSDP if holds(name, *cluster) * job.parameters / 2**30 <= job.room]
+    return min(fits, key=lambda name: leave_a_host(name, *cluster))
+
+
+# %% tags=["right"] turn=1
+def my_strategy(job):  # the rule, by hand
+    fits = that_fit(job)
+    if job.tokens * job.bandwidth > 1.5 * job.flops:
+        return "FULL_SHARD"
+    if "HYBRID_SHARD" in fits and (job.micro_batches > 1 or job.hosts <= 3):
+        return "HYBRID_SHARD"
+    return next((name for name in ("ZeRO-2", "hpZ") if name in fits), "FULL_SHARD")
+
+
+# %% tags=["right"] turn=1
+def my_strategy(job):  # own formulas, sorted, the one that holds less first
+    n = job.hosts * job.per_host
+    grads, k = (4 if job.micro_batches > 1 else 0), job.micro_batches
+    held = {"FULL_SHARD": 16 / n, "HYBRID_SHARD": 16 / job.per_host, "ZeRO-2": (12 + grads) / n + 2}
+    held["hpZ"] = max(16 / n, (12 + grads) / n + 2 / job.per_host)
+    sends = {"FULL_SHARD": 8 * k, "hpZ": 6 * k, "ZeRO-2": 6 * k}
+    sends = {name: sent * (n - 1) / n for name, sent in sends.items()} | {"HYBRID_SHARD": 8 - 8 / job.hosts}
+    hidden = job.tokens > 1.5 * job.flops / job.bandwidth
+    order = sorted(held, key=lambda name: (0 if hidden else sends[name], held[name]))
+    return next(name for name in order if (held[name] + 6 / 32) * job.parameters / 2**30 <= job.room)
 
 
 # %% tags=["right"] turn=1
 import numpy as np
 
 
-def my_rows(world, per_host, state, room):  # NumPy's array
-    sizes = np.arange(1, world // per_host + 1) * per_host
-    size = sizes[(world % sizes == 0) & (state / sizes <= room)].min()
-    return np.arange(world).reshape(-1, size)
+def my_strategy(job):  # NumPy's string
+    waits, names = 6 / job.bandwidth > 4 * job.tokens / job.flops, np.array(that_fit(job))
+    return names[np.argmin([waits * sent_for(job, name) for name in names])]
 
 
-# %% tags=["right"] turn=1
-def my_rows(world, per_host, state, room):  # a tensor
-    hosts = 1
-    while world % (hosts * per_host) or state > room * hosts * per_host:
-        hosts += 1
-    return torch.arange(world).view(-1, hosts * per_host)
+# %% tags=["wrong"] turn=1 says="It needs more than the room"
+def my_strategy(job):
+    return "HYBRID_SHARD"
 
 
-# %% tags=["right"] turn=1
-import math
+# %% tags=["wrong"] turn=1 says="T is the tokens of one forward pass, not of the step"
+def my_strategy(job):
+    hidden = job.tokens * job.micro_batches > 1.5 * job.flops / job.bandwidth
+    return "FULL_SHARD" if hidden else min(that_fit(job), key=lambda name: sent_for(job, name))
 
 
-def my_rows(world, per_host, state, room):  # tuples and ranges
-    hosts = math.ceil(state / room / per_host)
-    while (world // per_host) % hosts:
-        hosts += 1
-    size = hosts * per_host
-    return tuple(range(i * size, (i + 1) * size) for i in range(world // size))
+# %% tags=["wrong"] turn=1 says="FULL_SHARD, which holds least, is as fast"
+def my_strategy(job):  # without the line
+    return min(that_fit(job), key=lambda name: sent_for(job, name))
 
 
-# %% tags=["wrong"] turn=1 says="more than the room"
-def my_rows(world, per_host, state, room):  # always one host
-    return torch.arange(world).view(-1, per_host)
-
-
-# %% tags=["wrong"] turn=1 says="Fewer hosts would hold a copy"
-def my_rows(world, per_host, state, room):  # always all
-    return [list(range(world))]
-
-
-# %% tags=["wrong"] turn=1 says="only some ranks of a host"
-def my_rows(world, per_host, state, room):  # strided
-    size = next(r for r in range(per_host, world + 1, per_host) if world % r == 0 and state / r <= room)
-    return torch.arange(world).view(size, -1).t()
-
-
-# %% tags=["wrong"] turn=1 says="their hosts must divide all hosts"
-import math
-
-
-def my_rows(world, per_host, state, room):
-    size = math.ceil(state / room / per_host) * per_host
-    return [list(range(first, min(first + size, world))) for first in range(0, world, size)]
-
-
-# %% tags=["wrong"] turn=1 says="Return a list of rows"
-def my_rows(world, per_host, state, room):
-    return list(range(world))
+# %% tags=["wrong"] turn=1 says="are the job's micro-batches counted"
+def my_strategy(job):
+    if job.tokens > 1.5 * job.flops / job.bandwidth:
+        return "FULL_SHARD"
+    return min(that_fit(job), key=lambda name: leave_a_host(name, job.hosts, job.per_host))
 
 
 # %% [markdown]
-# ## Gradient accumulation
-#
-# Four micro-batches, one optimizer step: FSDP2 reduces after each of them, unless you call
-# `set_requires_gradient_sync(False)` (DDP and FSDP1 have `no_sync()`). `accumulated` counts what the four
-# gather and reduce, in times the whole model, and the gradients that a rank keeps between them.
-
-# %%
-# %%ranks
-def accumulated(accumulate):
-    model, kept = fsdp(flat, True), []
-    units = [group for unit in find_units(model) for group in unit.parts]  # what FSDP2 knows of each unit
-    inside = [p for unit in units for p in unit.fsdp_params]
-
-    def before_forward(*_):
-        complete = [p._unsharded_param.grad for p in inside if hasattr(p, "_unsharded_param")]
-        kept.append(mib(g for g in [*complete, *(p.grad for p in model.parameters())] if g is not None))
-
-    model.register_forward_pre_hook(before_forward, prepend=True)
-    with record_collectives(model) as trace:
-        accumulate(model, [batch(number) for number in range(4)])
-    left = sum(unit.is_unsharded for unit in units)
-    gradients = [None if p.grad is None else p.grad.full_tensor() for p in model.parameters()]
-    once = record(fsdp(flat, False)).bytes_by_kind()  # one gather, one reduction
-    counts = {kind: round(trace.bytes_by_kind().get(kind, 0) / once[kind], 2) for kind in once}
-    found = {"forward passes": len(kept), **counts, "MiB of gradients kept": round(max(kept, default=0), 1)}
-    return {**found, "units left complete": left}, gradients
-
-
-# %% tags=["accumulation"]
-# %%ranks
-def with_sync(model, batches):
-    for x in batches:
-        (model(x).square().mean() / len(batches)).backward()
-
-
-def without_sync(model, batches):
-    for number, x in enumerate(batches):
-        model.set_requires_gradient_sync(number == len(batches) - 1)
-        (model(x).square().mean() / len(batches)).backward()
-
-
-(synced, gradients), (not_synced, same) = accumulated(with_sync), accumulated(without_sync)
-torch.testing.assert_close(gradients, same, rtol=1e-3, atol=1e-9)
-
-# %%
-both = {"after each": ranks.get("synced")[0], "after the last": ranks.get("not_synced")[0]}
-Table(["FULL_SHARD, reduced", *both["after each"]], [[name, *found.values()] for name, found in both.items()])
-
-# %% [markdown]
-# The gradients are equal up to rounding. The price of three reductions less: each rank keeps **complete**
-# gradients between micro-batches, 2 MiB in place of 0.5. For 26 billion parameters on 16 ranks that is 48 GiB
-# in bf16 (97 with `reduce_dtype=torch.float32`), in place of 6: the shards of gradients have the dtype of the
-# stored parameters, here float32 (3 if these are bf16). And the eight gathers stay, two for each micro-batch,
-# since units are freed as before.
-#
 # ## Your turn 2 · ZeRO-1 out of `fully_shard`
 #
-# ZeRO-1 as it was designed cuts the optimizer's state alone, and sends parameters and gradients once per
-# step. Write an accumulation that gathers each unit once and reduces it once, for all micro-batches together.
-# At the end no unit may be complete. `model` is the one above, with `reshard_after_forward=True`; divide each
-# loss by the number of micro-batches.
+# ZeRO-1 cuts only the optimizer's state; parameters and gradients are complete for the whole step, 2 and 4 bytes per
+# parameter. So each is sent once, however many micro-batches there are. Write `my_accumulate(model, batches)`,
+# which gathers each unit once and reduces it once for all four micro-batches.
+#
+# - Given: `model`, the one above under FULL_SHARD; `batches`, a list of four inputs. The loss of one is
+#   `model(x).square().mean() / len(batches)`.
+# - Return nothing. At the end no unit may be complete, because the optimizer updates shards.
 #
 # <details><summary>Hint</summary>
 #
-# Three switches of the model: `set_reshard_after_forward`, `set_reshard_after_backward` and
-# `set_requires_gradient_sync`. What should each be in the last micro-batch?
+# Begin with `set_requires_gradient_sync(is_last)` before each forward pass. Two more switches of the model keep units
+# complete: `set_reshard_after_forward` and `set_reshard_after_backward`. Which of the three change in the last
+# micro-batch?
 #
 # </details>
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
+from fsdp_utils.lessons.your_turn import NotYet, exactly, turn
+
+
+def counted(accumulate):
+    model, passes = fsdp(flat, True, MixedPrecisionPolicy()), []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    with record_collectives(model) as trace:
+        accumulate(model, [batch(number) for number in range(4)])
+    left = sum(group.is_unsharded for unit in find_units(model) for group in unit.parts)
+    gradients = [None if p.grad is None else p.grad.full_tensor() for p in model.parameters()]
+    counts = {kind: round(trace.bytes_by_kind().get(kind, 0) / once[kind], 2) for kind in once}
+    return {"forward passes": len(passes), **counts, "units left complete": left}, gradients
+
+
+def loop(model, batches, sync=(3,), reshard=(3,), by=4):
+    for number, x in enumerate(batches):
+        model.set_requires_gradient_sync(number in sync)
+        model.set_reshard_after_backward(number in reshard)
+        (model(x).square().mean() / by).backward()
+
+
+with record_collectives(kept := fsdp(flat, False, MixedPrecisionPolicy())) as trace:
+    kept(batch(0)).sum().backward()
+once = trace.bytes_by_kind()  # one gather and one reduction of everything, with padding
+_, gradients = counted(lambda model, batches: loop(model, batches, sync=range(4), reshard=range(4)))
+
+
 @turn(2, {
     "forward passes": exactly(4, "Compute one micro-batch after the other: together, their activations need more memory."),
     "all_gather": exactly(1, less="Not every unit was gathered.",
-                          more="The model is gathered more than once: units are freed after forward or after backward."),
+                          more="The model is gathered more than once: units are freed after forward or backward, or one backward is for all."),
     "reduce_scatter": exactly(1, less="Gradients were not reduced: the last backward has to do it.",
                               more="Gradients are reduced more than once: only the last backward should do it."),
     "units left complete": exactly(0, "Units are left complete: the next forward would use these old parameters."),
     "gradients that differ": exactly(0, "They differ from those above: is each of the four losses divided by four?"),
 }, returns=False)
 def score_once(my_accumulate):
-    found, mine = accumulated(my_accumulate)
+    found, mine = counted(my_accumulate)
     if not found["forward passes"]:
         raise NotYet("`my_accumulate` has not run the model.")
-    differ = sum(
-        a is None or not torch.allclose(a, b, rtol=1e-3, atol=1e-9) for a, b in zip(mine, gradients)
-    )
+    differ = sum(a is None or not torch.allclose(a, b, rtol=1e-3, atol=1e-9) for a, b in zip(mine, gradients))
     ready = found["reduce_scatter"] == 1 and found["units left complete"] == 0
     return {**found, "gradients that differ": differ if ready else None}
 
@@ -659,6 +680,7 @@ def score_once(my_accumulate):
 # %%
 # %%turn 2
 def my_accumulate(model, batches):  # batches: a list of four tensors
+    # set the switches, run forward and backward for each x in batches, and set them otherwise for the last
     return None  # your lines here
 
 
@@ -675,26 +697,17 @@ def my_accumulate(model, batches):
 # %% tags=["right"] turn=2
 def my_accumulate(model, batches):  # frees units by hand
     model.set_reshard_after_forward(False)
-    model.set_reshard_after_backward(False)
-    for number, x in enumerate(batches):
-        model.set_requires_gradient_sync(number == 3)
-        (model(x).square().mean() / 4).backward()
+    loop(model, batches, reshard=())
     for part in [*model, model]:
         part.reshard()
 
 
 # %% tags=["right"] turn=2
-def my_accumulate(model, batches):  # gathers by hand, and the last apart
+def my_accumulate(model, batches):  # gathers by hand
     for part in [*model, model]:
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
-    model.set_requires_gradient_sync(False)
-    model.set_reshard_after_backward(False)
-    for x in batches[:-1]:
-        (model(x).square().mean() / 4).backward()
-    model.set_requires_gradient_sync(True)
-    model.set_reshard_after_backward(True)
-    (model(batches[-1]).square().mean() / 4).backward()
+    loop(model, batches)
 
 
 # %% tags=["right"] turn=2
@@ -709,39 +722,25 @@ def my_accumulate(model, batches):  # the gradient of a sum of squares
 
 # %% tags=["wrong"] turn=2 says="gathered more than once"
 def my_accumulate(model, batches):
-    without_sync(model, batches)
+    loop(model, batches, reshard=range(4))
 
 
 # %% tags=["wrong"] turn=2 says="left complete"
 def my_accumulate(model, batches):
     model.set_reshard_after_forward(False)
-    model.set_reshard_after_backward(False)
-    without_sync(model, batches)
+    loop(model, batches, reshard=())
 
 
 # %% tags=["wrong"] turn=2 says="reduced more than once"
 def my_accumulate(model, batches):
     model.set_reshard_after_forward(False)
-    for number, x in enumerate(batches):
-        model.set_reshard_after_backward(number == 3)
-        (model(x).square().mean() / 4).backward()
+    loop(model, batches, sync=range(4))
 
 
-# %% tags=["wrong"] turn=2 says="They differ from those above"
-def my_accumulate(model, batches):              # the gradients of the first two alone
-    model.set_reshard_after_forward(False)
-    for number, x in enumerate(batches):
-        model.set_requires_gradient_sync(number == 3)
-        model.set_reshard_after_backward(number == 3)
-        (model(x).square().mean() / 2 * (number < 2)).backward()
-
-# %% tags=["wrong"] turn=2 says="divided by four"
+# %% tags=["wrong"] turn=2 says="They differ from those above: is each of the four losses divided by four"
 def my_accumulate(model, batches):
     model.set_reshard_after_forward(False)
-    for number, x in enumerate(batches):
-        model.set_requires_gradient_sync(number == 3)
-        model.set_reshard_after_backward(number == 3)
-        model(x).square().mean().backward()
+    loop(model, batches, by=1)
 
 
 # %% tags=["wrong"] turn=2 says="one micro-batch after the other"
@@ -753,51 +752,50 @@ def my_accumulate(model, batches):
 # %% tags=["wrong"] turn=2 says="Gradients were not reduced"
 def my_accumulate(model, batches):
     model.set_reshard_after_forward(False)
-    model.set_requires_gradient_sync(False)
-    for x in batches:
-        (model(x).square().mean() / 4).backward()
+    loop(model, batches, sync=())
+
+
+# %% tags=["wrong"] turn=2 says="or one backward is for all"
+def my_accumulate(model, batches):
+    model.set_reshard_after_forward(False)
+    sum(model(x).square().mean() / 4 for x in batches).backward()
 
 
 # %% [markdown]
-# ## Which one?
-#
-# 1. One GPU holds the state, 16 bytes per parameter with `gradient_as_bucket_view=True` and 20 without, with room to spare: DDP.
-# 2. Tokens per rank are above 1.5 F / B, with B measured over the slowest link: FULL_SHARD.
-# 3. Else, on two or three hosts of which each can hold the state: HYBRID_SHARD, because it sends least; if ZeRO-2 fits, time ten steps of both.
-#    (On more hosts, too, if gradients are reduced in bf16.)
-# 4. Else, with room for a complete model in bf16, 2 bytes per parameter: ZeRO-2.
-# 5. Else FULL_SHARD, and memory for more tokens per rank: [lesson 2](02_activation_checkpointing.ipynb).
-#    With fewer samples than ranks, a second dimension: [lesson 16](16_two_dimensions.ipynb).
-#
 # ## The same under other names
 #
-# | DeepSpeed | cuts | FSDP1 | FSDP2 |
-# |:--|:--|:--|:--|
-# | ZeRO-0 | nothing | `NO_SHARD` (deprecated: DDP) | DDP |
-# | ZeRO-1 | optimizer state | `SHARD_GRAD_OP`, in `no_sync()` until the last micro-batch | turn 2 |
-# | ZeRO-2 | and gradients | `SHARD_GRAD_OP` | `reshard_after_forward=False` |
-# | ZeRO-3 | and parameters | `FULL_SHARD` | the default |
-# | [ZeRO++](https://arxiv.org/abs/2306.10209) hpZ | backward gathers within the host | none | `reshard_after_forward=` ranks per host |
-# | [MiCS](https://arxiv.org/abs/2205.00119) | within a group of ranks | `HYBRID_SHARD` | a mesh of two dimensions |
+# FSDP's ZeRO-2 cuts more than DeepSpeed's: between two steps the parameters are shards, too.
 #
-# FSDP's ZeRO-2 differs from DeepSpeed's mainly in one point: between two steps the parameters are cut, too.
-# By default FSDP2 frees every unit after forward but the root. After backward it frees all, whatever
-# `reshard_after_forward` says, unless you call `set_reshard_after_backward(False)`.
+# | DeepSpeed | FSDP1 | here |
+# |:--|:--|:--|
+# | ZeRO-0 | `NO_SHARD` (deprecated) | DDP |
+# | ZeRO-1, cuts optimizer state | `SHARD_GRAD_OP`, in `no_sync()` until the last micro-batch | turn 2 |
+# | ZeRO-2, and gradients | `SHARD_GRAD_OP` | ZeRO-2, `reshard_after_forward=False` |
+# | ZeRO-3, and parameters | `FULL_SHARD` | FULL_SHARD, the default |
+# | ZeRO++ hpZ | none | hpZ, `reshard_after_forward=` ranks per host |
+# | [MiCS](https://arxiv.org/abs/2205.00119) | `HYBRID_SHARD` | HYBRID_SHARD, a mesh of two dimensions |
 #
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | the loss stays the same in each step | units are complete after the last backward: the optimizer updates shards, forward uses the old complete parameters | `set_reshard_after_backward(True)` before the last micro-batch |
-# | HYBRID_SHARD is slower than FULL_SHARD | the mesh's dimensions are swapped, as above | first replicate, then shard |
-# | the same input has another loss on another host, no error | under HYBRID_SHARD the copies began with different weights, and stay different | one seed or one file for all ranks |
-# | out of memory since gradients are not reduced each time | complete gradients on each rank | reduce each time; under HYBRID_SHARD `set_requires_all_reduce(False)` keeps shards and leaves out the all-reduce alone |
-# | FSDP needs as much memory as DDP | one unit ([lesson 1](01_transformer_wrapper.ipynb)), or activations dominate ([lesson 2](02_activation_checkpointing.ipynb)) | units by block; checkpointing |
-# | `If passing reshard_after_forward as an int, it should be a factor of` | the number does not divide the ranks that share the shards | a divisor, such as the ranks of a host |
+# | the loss on the same samples stays the same | units stay complete after the last backward, so forward uses the old parameters | `set_reshard_after_backward(True)` before the last micro-batch |
+# | HYBRID_SHARD is no faster than FULL_SHARD | the mesh's dimensions are swapped; or it all-reduces after each micro-batch; or the GPU never waited | first replicate, then shard; all-reduce after the last; stay with FULL_SHARD |
+# | the same input has another loss on another host, no error | under HYBRID_SHARD copies began with different weights, and keep them | one seed or one file for all ranks |
+# | out of memory from the second micro-batch on | complete gradients on each rank; or HYBRID_SHARD keeps the inputs of its all-reduces | reduce each time; under HYBRID_SHARD all-reduce after the last |
 #
 # ## The rule
 #
-# Tokens per rank above 1.5 F / B: FULL_SHARD. Below: HYBRID_SHARD on two or three hosts (on more if gradients
-# are reduced in bf16), else ZeRO-2, on one host too, as memory allows.
+# 1. One GPU holds the whole state, 16 bytes per parameter, with room: DDP, `gradient_as_bucket_view=True`.
+# 2. Else FULL_SHARD. With more than 1.5 F / B tokens per rank in a forward pass the GPU doesn't wait: you are done.
+# 3. It waits, and each host can hold the whole state: HYBRID_SHARD, with several micro-batches, all-reduced once, or
+#    on two or three hosts with a slow link.
+# 4. Else ZeRO-2, if 2 bytes per parameter are free on each GPU; with many micro-batches and 6 free, turn 2.
+# 5. Else, on several hosts, hpZ, for at most 2 bytes divided by the ranks of a host. It comes last because it hasn't
+#    run on GPUs here, and each `fully_shard` with an integer makes two process groups, for which NCCL takes memory.
+# 6. Nothing fits: more tokens per rank, by [checkpointing](02_activation_checkpointing.ipynb), or a
+#    [second dimension](16_two_dimensions.ipynb).
+#
+# After a change look at `torch.cuda.max_memory_allocated()` and at the time of ten steps, which decides.
 #
 # [← lesson 5](05_maximising_throughput.ipynb) · [lesson 7 →](07_mixed_precision.ipynb)
