@@ -3,22 +3,25 @@
 #
 # Which tensor has which dtype in a training step, and does bf16 lose anything? **Keep the model in float32,
 # give `fully_shard` a `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`, and
-# leave autocast off.** The matrix products, their activations and the all-gathers are then bf16, which takes
-# half the bytes and is faster: 4.3 times on the H200 below. What adds up many small numbers stays in float32:
-# the gradients' mean over the ranks, the weights, and AdamW's moments.
+# leave autocast off.** Matrix products, activations and all-gathers then run in bf16: half the bytes, and on
+# the H200 below a step 4.3 times as fast as in fp32 without TF32. What must not be rounded stays in float32: the
+# mean of the gradients over the ranks, the weights, and AdamW's moments.
+#
+# The loss shows no difference: trained so, this lesson's small model follows its fp32 run to three decimals. Made
+# in bf16 itself, it gets a fifth as far at a learning rate of 1e-4, and no error tells you.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots, recorded
 from fsdp_utils.lessons.tables import Table
 
 MOMENTS = ("shards at rest", "all-gather", "forward matmul", "norm, softmax", "activation", "output",
-           "backward matmul", "reduce-scatter", ".grad", "AdamW's moments", "state dict")
+           "backward matmul", "reduce-scatter", ".grad", "AdamW's moments")
 COLORS = {"fp32": plots.RANK_COLORS[4], "bf16": plots.RANK_COLORS[1], "fp16": plots.RANK_COLORS[3]}
 
 
 def draw_dtypes(ways):
     """One row for each way to train, one column for each moment of a step, coloured by dtype."""
-    fig, (axes,) = plots.figure(width=9.8, height=0.8 + 0.42 * len(ways))
+    fig, (axes,) = plots.figure(width=9.8, height=max(1.6, 0.8 + 0.42 * len(ways)))
     for y, found in enumerate(ways.values()):
         for x, moment in enumerate(MOMENTS):
             dtype = found[moment].replace("bfloat", "bf").replace("float", "fp")
@@ -28,7 +31,12 @@ def draw_dtypes(ways):
     labels = [moment.replace(" ", "\n").replace("-", "-\n").replace("at\n", "at ") for moment in MOMENTS]
     axes.set_xticks(range(len(MOMENTS)), labels, fontsize=8)
     axes.xaxis.tick_top()
-    axes.set(xlim=(-0.55, len(MOMENTS) - 0.45), ylim=(len(ways) - 0.4, -0.6))
+    if len(ways) == 1:                               # where FSDP casts
+        axes.annotate("", (0.5, 0.62), (6.5, 0.62), arrowprops={"arrowstyle": "|-|", "color": plots.INK})
+        axes.text(3.5, 0.95, "inside a unit of FSDP", ha="center", va="center", fontsize=9, color=plots.INK)
+        for x in (0.5, 6.5):
+            axes.text(x, 0.95, "cast", ha="center", va="center", fontsize=9, color=plots.INK)
+    axes.set(xlim=(-0.55, len(MOMENTS) - 0.45), ylim=(1.15 if len(ways) == 1 else len(ways) - 0.4, -0.6))
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     return plots.show(fig, alt=f"Dtypes at each moment of a step, for {', '.join(ways)}.")
@@ -38,14 +46,16 @@ expected = {moment: "bfloat16" if moment in MOMENTS[1:7] else "float32" for mome
 draw_dtypes({"one step": expected})
 
 # %% [markdown]
-# One training step under this policy, from left to right; fp32 is float32. A rank keeps its **shard**, its
-# part of every parameter, in fp32. It casts the shard to bf16 before the all-gather, computes forward and
-# backward in bf16, and goes back to fp32 for the reduce-scatter, which averages the gradients over the ranks.
-# From there to the optimizer everything is fp32.
+# One training step under this policy, from left to right; fp32 is float32, an activation is what the first layer
+# returns, and the output is what the model returns. A rank keeps its **shard**, its part of every parameter, in
+# fp32. It casts the shard to bf16 before the all-gather, computes forward and backward in bf16, and goes back to
+# fp32 for the reduce-scatter, which averages the gradients over the ranks. From there to the optimizer everything
+# is fp32.
 #
 # **bf16** (bfloat16) is 16 bits wide. It has the range of fp32 but only 8 significant bits where fp32 has 24,
-# fewer than three decimal digits. Matrix products get along with that. A long sum in bf16 does not: a small number
-# added to a large one can vanish. This lesson measures two such sums.
+# fewer than three decimal digits. Matrix products get along with that, because their kernels add up in fp32
+# and round once, at the end. A sum that is rounded to bf16 after each addition does not: a small number added
+# to a large one can vanish. Two sums of a training step are of that kind, and this lesson measures both.
 
 # %% tags=["card"]
 lesson.card(
@@ -58,8 +68,9 @@ lesson.card(
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It trains the same model under three
-# policies. For each it prints the bytes of the last step's collectives and the last loss.
+# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It trains the same model in four ways, the
+# last of them the mistake of the first screen, at a learning rate of fine-tuning. For each it prints the bytes of
+# the last step's collectives, the last loss, and how many weights of rank 0's shards are no longer what they were.
 #
 # ```python
 # import torch
@@ -75,70 +86,78 @@ lesson.card(
 # if device == "cuda":
 #     torch.cuda.set_device(dist.get_node_local_rank())
 # mesh = init_device_mesh(device, (dist.get_world_size(),))    # without it a Mac would take its GPU
-# policies = {
-#     "float32": MixedPrecisionPolicy(),
-#     "bf16, reduced in fp32": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-#     "bf16, no reduce_dtype": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+# fp32, bf16 = torch.float32, torch.bfloat16
+# ways = {                                                     # the policy, and the dtype of the model
+#     "float32": (MixedPrecisionPolicy(), fp32),
+#     "bf16, reduced in fp32": (MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32), fp32),
+#     "bf16, no reduce_dtype": (MixedPrecisionPolicy(param_dtype=bf16), fp32),
+#     "model made in bf16": (MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32), bf16),
 # }
-# for name, policy in policies.items():
+# for name, (policy, made_in) in ways.items():
 #     torch.manual_seed(0)                                     # the same weights on every rank
-#     model = nn.Sequential(*[nn.Linear(256, 256, device=device) for _ in range(8)])    # in float32
+#     model = nn.Sequential(*[nn.Linear(256, 256, device=device, dtype=made_in) for _ in range(8)])
 #     for part in [*model, model]:
 #         fully_shard(part, mesh=mesh, mp_policy=policy)       # the same policy for each unit
-#     optimizer = torch.optim.AdamW(model.parameters())
+#     before = [p.to_local().clone() for p in model.parameters()]
+#     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 #     torch.manual_seed(1 + dist.get_rank())                   # other samples on each rank
 #     for step in range(10):
 #         x = torch.randn(32, 256, device=device)              # your data, in float32: the policy casts it
-#         with record_collectives(model) as trace:
+#         with record_collectives(model) as trace:             # notes each collective and its bytes
 #             loss = (model(x).float() - x).square().mean()    # the loss in float32
 #             loss.backward()
 #         optimizer.step()
 #         optimizer.zero_grad()
+#     moved = torch.cat([(p.to_local() != old).flatten() for p, old in zip(model.parameters(), before)])
 #     if dist.get_rank() == 0:
 #         sent = trace.bytes_by_kind()
 #         gathered, reduced = (sent[kind] / 2**20 for kind in ("all_gather", "reduce_scatter"))
-#         print(f"{name:21} gathers {gathered:.1f} MiB, reduces {reduced:.1f} MiB, loss {loss.item():.2f}")
+#         print(f"{name:21} gathers {gathered:.1f} MiB, reduces {reduced:.1f} MiB, "
+#               f"loss {loss.item():.2f}, {moved.float().mean():.0%} of the weights moved")
 # dist.destroy_process_group()
 # ```
 # ```text
-# float32               gathers 4.0 MiB, reduces 2.0 MiB, loss 0.96
-# bf16, reduced in fp32 gathers 2.0 MiB, reduces 2.0 MiB, loss 0.96
-# bf16, no reduce_dtype gathers 2.0 MiB, reduces 1.0 MiB, loss 0.96
+# float32               gathers 4.0 MiB, reduces 2.0 MiB, loss 1.00, 100% of the weights moved
+# bf16, reduced in fp32 gathers 2.0 MiB, reduces 2.0 MiB, loss 1.00, 100% of the weights moved
+# bf16, no reduce_dtype gathers 2.0 MiB, reduces 1.0 MiB, loss 1.00, 100% of the weights moved
+# model made in bf16    gathers 2.0 MiB, reduces 2.0 MiB, loss 1.00, 6% of the weights moved
 # ```
 #
 # **4.0 and 2.0 in the first row.** The eight layers have 526,336 parameters, which take 2.0 MiB in float32. A
 # step gathers each layer twice, for forward and again for backward, so it gathers 4.0 MiB. It reduces each
-# gradient once, 2.0 MiB. (The numbers are the sizes of full tensors. Each of four ranks already has a quarter
-# and receives the rest.)
+# gradient once, 2.0 MiB. (These are the sizes of full tensors; each rank already has a quarter.)
 #
-# **The other rows.** `param_dtype=torch.bfloat16` halves what is gathered. `reduce_dtype=torch.float32` keeps
+# **The next two rows.** `param_dtype=torch.bfloat16` halves what is gathered. `reduce_dtype=torch.float32` keeps
 # the reduction at 2.0 MiB. Without it, FSDP reduces in the dtype of the gradients, which is bf16, and that
-# number is halved too. So the fp32 reduction costs 4.0 instead of 3.0 MiB a step; what you get for this third
-# more is measured below.
+# number is halved too. So the fp32 reduction costs 4.0 instead of 3.0 MiB a step.
 #
-# **The loss** is the same in all rows. That is why a wrong dtype stays unnoticed: ten steps do not show it, and
-# nothing raises an error. You have to look at the dtypes themselves.
+# **The last row** has the bytes of the right one, and the same loss, which ten such small steps do not change. But
+# 94 of 100 weights have not moved. A wrong dtype stays unnoticed until you look at the dtypes themselves.
 #
 # ## What you gain
 #
 # Fewer bytes are one gain. The larger one is arithmetic, because a GPU's tensor cores multiply bf16 matrices
 # many times faster than its other cores multiply fp32 ones. The table shows one H200 that trains a Llama of 0.95
-# billion parameters with two sequences of 2,048 tokens a step (FSDP2 with `param_dtype` alone, torch 2.11; fp32
-# without TF32, PyTorch's default). It is the only rank, so nothing is sent: this is what computing in bf16 saves.
+# billion parameters with sequences of 2,048 tokens (FSDP2 with `param_dtype` alone, torch 2.11). The fp32 row is
+# PyTorch's default, without TF32; if you train with TF32 today, you gain less. It is the only rank: nothing is sent.
 
 # %% tags=["on-a-gpu"]
-of_fp32 = "1 ranks, 16 layers of width 2048, 2 samples of 2048 tokens, strategy full, fp32, checkpointing None"
+measured = "1 ranks, 16 layers of width 2048, {} samples of 2048 tokens, strategy full, {}, checkpointing None"
 runs = {row["setting"]: row for part in ("planner", "selective") for row in recorded.load(part)["results"]["rows"]}
-seconds, gib = (runs[of_fp32][kind][1] for kind in ("step_s", "peak_allocated_gib"))     # [planned, measured]
-low = runs["none, eager, batch of 2"]
-table = [["fp32", seconds, gib], ["bf16, model in fp32", low["step_s"], low["peak_allocated_gib"]]]
-assert (f"{seconds / low['step_s']:.1f}", f"{16 * 0.95e9 / 2**30:.1f}") == ("4.3", "14.2")
-Table(["on one H200", "seconds a step", "GiB at the peak"], [[way, f"{s:.2f}", f"{g:.1f}"] for way, s, g in table])
+of_two, fp32, of_four = runs["none, eager, batch of 2"], runs[measured.format(2, "fp32")], runs[measured.format(4, "bf16")]
+table = [["fp32", 2, fp32["step_s"][1], fp32["peak_allocated_gib"][1]],               # [planned, measured]
+         ["bf16, model in fp32", 2, of_two["step_s"], of_two["peak_allocated_gib"]],
+         ["bf16, model in fp32", 4, of_four["step_s"][1], of_four["peak_allocated_gib"][1]]]
+assert (f"{table[0][2] / table[1][2]:.1f}", f"{16 * 0.95e9 / 2**30:.1f}") == ("4.3", "14.2")
+Table(["on one H200", "sequences", "seconds a step", "GiB at the peak"],
+      [[way, n, f"{s:.3f}", f"{g:.1f}"] for way, n, s, g in table])
 
 # %% [markdown]
-# The step is 4.3 times as fast. The memory falls by a fifth only: the policy halves most activations and the
-# gathered copies, but each parameter still has 4 bytes of weight, 4 of gradient and 8 of AdamW's moments, 14.2 GiB here.
-# FSDP divides these 16 bytes by the number of ranks, so on many GPUs they matter less, and activations more.
+# With two sequences the step is 4.3 times as fast, and bf16 can do better: with twice the tokens it takes hardly
+# longer, so at two the GPU often waits for Python. The memory falls by a fifth only at this batch: the policy halves
+# most activations and the gathered copies, but each parameter still has 4 bytes of weight, 4 of gradient and 8 of
+# AdamW's moments, 14.2 GiB here.
+# FSDP divides these 16 bytes by the number of ranks.
 #
 # ## Every moment of a step
 #
@@ -193,7 +212,8 @@ def sharded(param_dtype=None, reduce_dtype=None, made_in=fp32):
 # %% [markdown]
 # PyTorch can call an object of yours for each operation that it runs, in forward and in backward: a *dispatch
 # mode*. `Probe` is one. While it is active, it notes the dtype that goes into each all-gather,
-# reduce-scatter, matrix product, and norm or softmax.
+# reduce-scatter, matrix product, and norm or softmax. It makes the dtypes
+# visible here; for your own model, "Check your own model" below is shorter.
 
 # %%
 # %%ranks
@@ -221,11 +241,11 @@ class Probe(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 # %% [markdown]
-# The next cell trains one step in each of five ways: with the script's two bf16 policies; with
-# `torch.autocast` in place of a policy; with both; and with the right policy around a model that was made in
+# The folded cell trains one step in each of five ways, and its `probed` returns the dtype at each moment: with two
+# of the script's policies; with `torch.autocast` in place of a policy; with both; and with a model that was made in
 # bf16. Guess, before you look, where each row differs from the drawing at the top.
 
-# %% tags=["dtypes"]
+# %% tags=["dtypes"] jupyter={"source_hidden": true}
 # %%ranks
 def name(dtypes):
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in set(dtypes)))
@@ -248,7 +268,6 @@ def probed(model, context=contextlib.nullcontext):
     found[".grad"] = name(p.grad.dtype for p in model.parameters())
     optimizer.step()
     found["AdamW's moments"] = name(state["exp_avg"].dtype for state in optimizer.state.values())
-    found["state dict"] = name(tensor.dtype for tensor in model.state_dict().values())
     return found
 
 
@@ -271,41 +290,34 @@ draw_dtypes(ways)
 #   after it was rounded. So `.grad.dtype` cannot tell you how the gradients were added up.
 # - **autocast, no policy** gathers fp32, twice the bytes. Autocast casts a weight when an operation needs it,
 #   and by then the all-gather is over.
-# - **autocast and policy** adds nothing to the policy here. (On CUDA, autocast runs `layer_norm` and
-#   `softmax` in fp32, by [its list of operations](https://docs.pytorch.org/docs/stable/amp.html).)
+# - **autocast and policy** adds nothing to the policy here. (On CUDA the square "norm, softmax" is fp32 in both
+#   autocast rows, by [autocast's list](https://docs.pytorch.org/docs/stable/amp.html).)
 # - **policy, model made in bf16**: weights, gradients and moments are bf16 for good. The policy casts for
 #   computing only.
 #
-# Look at two defaults. Accelerate's `mixed_precision="bf16"` sets `reduce_dtype` to
-# bf16 under FSDP2, unless you pass a policy of your own. From transformers 5 on, `from_pretrained` gives a
-# model the dtype that its config names, which is often bf16: pass `dtype=torch.float32`.
+# ## Two defaults, and one exception
 #
-# **A norm in fp32.** The policy gives norms bf16, too. Their kernels calculate in fp32 inside, and transformers'
-# Llama casts in its norm, so most models need nothing more. If yours does, make the norm a unit of its own, before
-# the block around it, with `MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)`: the
-# next layer has bf16 weights, so what the norm returns must be bf16. Each such norm adds collectives.
+# Accelerate's `mixed_precision="bf16"` sets `reduce_dtype` and `output_dtype` to bf16 under FSDP2, unless you pass
+# a policy of your own. From transformers 5 on, `from_pretrained` gives a model the dtype that its config names,
+# which is often bf16: pass `dtype=torch.float32`. (Accelerate 1.15 makes trained weights fp32 before it shards
+# them; `fully_shard` does not.)
+#
+# The exception is a norm in fp32. Norms get bf16 from the policy but calculate in fp32 inside, so most models need
+# nothing more. If yours does, make the norm a unit of its own, before the block around it, with
+# `MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)`, because the next layer has bf16
+# weights. Such a norm adds collectives, and its saved input is fp32.
 #
 # ## What adding up in bf16 costs
 #
-# What do you get for a third more bytes? An addition in bf16 rounds its result to 8 bits, and a reduction over
-# many ranks is many additions. How far off is their sum?
+# What do you get for the fp32 reduction's third more bytes? An addition in bf16 rounds its result to 8 bits, and a
+# reduction over many ranks is many additions. How far off is their sum?
 #
-# Here each of 2 to 64 simulated ranks has 65,536 gradients of about 1, cast to bf16, as backward would leave
-# them. One process adds them up: in bf16 **one by one**, as a ring does; in bf16 **in pairs**, then pairs of
-# pairs, as a tree does; and one by one in **fp32**. The error is relative to the exact sum before the cast.
+# Here each of 2, 8 or 64 simulated ranks has 16,384 gradients, cast to bf16, as backward would leave them: all of
+# them about 1, or of both signs. One process adds them up one by one, as NCCL's ring does, in bf16 and in fp32. The
+# numbers are the error of the sum, in percent of the exact sum before the cast.
 
 # %% tags=["reduction"]
 # %%ranks
-def gradient(r):
-    return 1 + 0.1 * torch.randn(2**16, generator=torch.Generator().manual_seed(r))
-
-
-def error(total, n):
-    """Percent, root mean square, against the sum in fp64 of the gradients before they became bf16."""
-    exact = sum(gradient(r).double() for r in range(n))
-    return 100 * float((total.double().cpu() / exact - 1).square().mean().sqrt())
-
-
 def one_by_one(numbers):
     total = numbers[0].clone()
     for number in numbers[1:]:
@@ -313,87 +325,107 @@ def one_by_one(numbers):
     return total
 
 
-def in_pairs(numbers):
-    while len(numbers) > 1:
-        numbers = [a + b for a, b in zip(numbers[::2], numbers[1::2])]
-    return numbers[0]
+def percent(n, mean, spread, dtype):
+    """The error of a sum over n ranks, root mean square."""
+    exact = [mean + spread * torch.randn(2**14, generator=torch.Generator().manual_seed(r)) for r in range(n)]
+    right = sum(gradient.double() for gradient in exact)
+    total = one_by_one([gradient.to(bf16).to(dtype) for gradient in exact])
+    return f"{100 * float((total.double() - right).norm() / right.norm()):.2f}"
 
 
-errors = {"bf16, one by one": [], "bf16, in pairs": [], "fp32": []}
-for n in (2, 4, 8, 16, 32, 64):
-    low16 = [gradient(r).to(bf16) for r in range(n)]
-    sums = one_by_one(low16), in_pairs(low16), one_by_one([number.float() for number in low16])
-    for found, total in zip(errors.values(), sums):
-        found.append(error(total, n))
-total = gradient(rank).to(bf16).to(device)
-dist.all_reduce(total)
-real = error(total, world)
+table = [[signs, str(dtype)[6:], *(percent(n, *of, dtype) for n in (2, 8, 64))]
+         for signs, of in (("all about 1", (1, 0.1)), ("both signs", (0, 1))) for dtype in (bf16, fp32)]
 
 # %%
-errors, real, world = ranks.get("errors")[0], ranks.get("real")[0], len(ranks.get("real"))
-fig, (axes,) = plots.figure(width=7.5, height=2.8)
-for (how, by_ranks), color in zip(errors.items(), plots.RANK_COLORS):
-    axes.plot([2, 4, 8, 16, 32, 64], by_ranks, "o-", color=color, label=how)
-axes.plot(world, real, "k*", markersize=12, label=f"a real all-reduce in bf16 on {world} ranks")
-axes.set_xscale("log", base=2)
-axes.set(xticks=(ticks := [2, 4, 8, 16, 32, 64]), xticklabels=ticks, xlabel="ranks", ylabel="error of the sum, %", ylim=(0, 0.75))
-axes.legend(frameon=False, loc="upper left")
-assert [f"{found[-1]:.2f}" for found in errors.values()] == ["0.68", "0.28", "0.02"]
-plots.show(fig, alt="The error of a sum in bf16 grows with the ranks; in fp32 it falls.")
+Table(["gradients", "added up in", "2 ranks, %", "8 ranks", "64 ranks"], ranks.get("table")[0])
 
 # %% [markdown]
-# The curves go in opposite directions. The casts of the gradients are independent errors, so in fp32 they
-# average out: with 64 ranks 0.02% is left. In bf16 each addition rounds again. In pairs the error stays below
-# 0.3%; one by one it grows to 0.68%, some 30 times that of fp32. The star is a real all-reduce of this group.
-#
-# Which of the two bf16 curves is yours depends on the algorithm that NCCL chooses. And these gradients all have
-# one sign: where ranks cancel each other, the error relative to what is left can be far larger. So reduce in
-# fp32, unless you've seen the reduction hold up your steps ([lesson 4](04_backward_prefetch.ipynb)).
+# In fp32 only the cast of each gradient is left as an error; more ranks do not add to it. In bf16 each addition
+# rounds again, and with 64 ranks the sum is 0.7 to 1% off; where the ranks' gradients nearly cancel, more. With
+# several GPUs in a host, expect this: for a mean in bf16, which is what FSDP2 asks for, NCCL's reduce-scatter has
+# its ring (by NCCL's source; not run here).
 #
 # ## Why the model stays in fp32
 #
-# The second long sum is training itself: each step adds a small update to each weight. Under AdamW that update
-# is about as large as the learning rate, or smaller. Neighbouring bf16 numbers just below 1 are 0.004 apart, and
-# proportionally closer for smaller weights. An update of less than half that distance is rounded away.
+# The second sum is training itself: each step adds a small update to each weight. Under AdamW that update is
+# usually about as large as the learning rate. Neighbouring bf16 numbers near a weight *w* are *w*/128 to *w*/256
+# apart, and an update of less than half that distance is rounded away.
 #
-# The next cell trains under the right policy, once with a model made in fp32 and once with one made in bf16. Then
-# it counts the weights that differ from their beginning. Look at the last column.
+# Does the loss show one of the two sums? The next cell trains the small model for 250 steps in four ways. One process
+# plays 64 ranks with a sample each and makes the policy's casts by hand, as you will in turn 2. Watch whether the
+# curves part; then, in the table's last column, how many weights have moved.
 
-# %%
+# %% tags=["loss"]
 # %%ranks
-def moved(dtype, lr, steps):
-    model = sharded(bf16, fp32, made_in=dtype)
+from torch.func import functional_call, grad_and_value, vmap
+
+samples = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)).to(device)       # one for each rank
+
+
+def trained(lr, made_in=fp32, param_dtype=bf16, reduce_dtype=fp32):
+    """Return the loss at each step, and the share of the weights that moved."""
+    model = build().to(made_in)
+    before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    before = [p.full_tensor().clone() for p in model.parameters()]
-    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)).to(device)
-    for _ in range(steps):
-        F.mse_loss(model(x).float(), x).backward()
+
+    def loss_of(weights, x):
+        return F.mse_loss(functional_call(model, weights, (x.to(param_dtype),)).float(), x)
+
+    on_each_rank, losses = vmap(grad_and_value(loss_of), in_dims=(None, 0)), []
+    for _ in range(250):
+        gathered = {n: p.detach().to(param_dtype) for n, p in model.named_parameters()}
+        gradients, loss = on_each_rank(gathered, samples)
+        for n, p in model.named_parameters():
+            p.grad = (one_by_one(gradients[n].to(reduce_dtype)) / len(samples)).to(p.dtype)
         optimizer.step()
-        optimizer.zero_grad()
-    changed = sum((p.full_tensor() != old).sum().item() for p, old in zip(model.parameters(), before))
-    return changed / sum(p.numel() for p in model.parameters())
+        losses.append(loss.mean().item())
+    moved = torch.cat([(p != old).flatten() for p, old in zip(model.parameters(), before)])
+    return losses, moved.float().mean().item()
 
 
-runs = [(1e-6, 20), (1e-5, 20), (1e-5, 60), (1e-4, 20), (1e-3, 20)]
-shares = [[f"{lr:g}", steps, *(f"{moved(dtype, lr, steps):.0%}" for dtype in (fp32, bf16))] for lr, steps in runs]
+settings = {"fp32": {"param_dtype": fp32}, "the policy": {}, "no reduce_dtype": {"reduce_dtype": bf16},
+            "made in bf16": {"made_in": bf16}}
+jobs = [(lr, way) for lr in (1e-5, 1e-4, 1e-3) for way in settings]
+mine = {(lr, way): trained(lr, **settings[way]) for lr, way in jobs[rank::world]}      # each rank takes its part
 
 # %%
-Table(["learning rate", "steps", "weights that moved, made in fp32", "made in bf16"], ranks.get("shares")[0])
+of_jobs = {job: found for some in ranks.get("mine") for job, found in some.items()}
+ways = ("fp32", "the policy", "no reduce_dtype", "made in bf16")
+fig, (axes,) = plots.figure(width=7.5, height=2.8)
+for way, color, width, dashes in zip(ways, plots.RANK_COLORS, (7, 3, 1.5, 2), ("-", "-", "--", "-")):
+    axes.plot(of_jobs[1e-4, way][0], dashes, color=color, linewidth=width, label=way)
+axes.set(xlabel="step, at a learning rate of 1e-4", ylabel="loss")
+axes.legend(frameon=False, loc="lower left")
+start, fp32, *_, made = (of_jobs[1e-4, way][0][at] for way, at in (("fp32", 0), ("fp32", -1), ("made in bf16", -1)))
+assert f"{start:.3f}" == "1.084" and 0.17 < (start - made) / (start - fp32) < 0.21
+plots.show(fig, alt="Loss over 250 steps: three ways fall together, the model made in bf16 stays up.")
+
+# %%
+Table(["learning rate", *(f"loss, {way}" for way in ways), "weights that moved, made in bf16"],
+      [[f"{lr:g}", *(f"{of_jobs[lr, way][0][-1]:.3f}" for way in ways), f"{of_jobs[lr, 'made in bf16'][1]:.0%}"]
+       for lr in (1e-5, 1e-4, 1e-3)])
 
 # %% [markdown]
-# In fp32 every weight moves. In bf16, at a learning rate of fine-tuning (1e-5), 19 of 20 weights stay exactly
-# as they were. Three times as many steps move no more, because each step's update is rounded away on its own.
-# (Half of the 5% are the norm's biases, which begin at 0, where bf16 numbers lie close together.) No error is
-# raised; the loss only falls more slowly.
+# All start at 1.084. Under the policy the loss is that of fp32. **Without `reduce_dtype`** it is, too: 250 steps
+# show nothing of sums that were rounded 63 times. So the fp32 reduction is insurance for more ranks and longer runs,
+# which this small model cannot test. Keep it unless you've seen the reduction hold up your steps
+# ([lesson 4](04_backward_prefetch.ipynb)).
 #
-# So call `model.float()` before `fully_shard`. The price is 16 bytes for each parameter instead of 8, over all
-# ranks together. Beware of loading, too: into a model in bf16, PyTorch's `dcp.load` casts fp32 weights silently.
+# **Made in bf16** is the mistake that ends training. At 1e-5 only 6% of the weights move, those near zero, where bf16
+# numbers lie close together, and the loss stays where it was; each step's update is rounded away on its own, so
+# more steps would not help. At 1e-3 the weights move, but in coarse steps, and the loss stays behind. What counts is
+# the update relative to the weight, which is about 0.1 here: smaller weights still move at smaller rates.
+#
+# So load the model with `dtype=torch.float32`, or call `model.float()` before `fully_shard` (digits that were
+# rounded away in loading do not come back). The price is 16 bytes for each parameter instead of 8, over all ranks
+# together. Beware of resuming, too: into a model in bf16, PyTorch's `dcp.load` casts fp32 weights silently.
 #
 # ## Check your own model
 #
-# Two calls find both mistakes in code that you didn't write. `check_sharding`, given the optimizer, names
-# weights that are bf16. `record_collectives` gives bytes, and the bytes for each parameter tell the dtype. Here
-# they look at a model with both.
+# Two mistakes matter most: weights in bf16, and a reduction in bf16. `python -m fsdp_utils doctor train.py` runs a
+# few steps of any script and names both. In your own code two calls do it: `check_sharding`, given the optimizer,
+# names weights that are bf16; `record_collectives` gives the bytes that are reduced, and those, divided by
+# the parameters, tell the dtype of the reduction. Here they look at a model with both mistakes.
 
 # %%
 # %%ranks
@@ -408,16 +440,42 @@ with record_collectives(model) as trace:
 parameters = sum(p.numel() for p in model.parameters())
 if rank == 0:
     print(*check_sharding(model, optimizer), sep="\n")
-    for kind, sent in trace.bytes_by_kind().items():
-        print(f"{kind}: {sent / parameters:.0f} bytes for each parameter")
+    print(f"reduced: {trace.bytes_by_kind()['reduce_scatter'] / parameters:.0f} bytes for each parameter")
 
 # %% [markdown]
-# The sentence names the first mistake. In the numbers, 4 bytes of all-gather are right: two gathers of 2 bytes.
-# The reduce-scatter shows the second mistake, for in fp32 it would be 4 bytes.
+# The sentence names the first mistake. The bytes show the second: each trained parameter is reduced once, so 2
+# bytes are bf16, and fp32 would be 4. The bytes of the all-gathers decide nothing: 4 may be two gathers in bf16, or
+# one in fp32, as of a unit that stays gathered until backward.
+#
+# ## Without bf16
+#
+# An A100, an L4, an H100 and anything newer computes in bf16; a V100 and a T4 don't. Don't ask
+# `torch.cuda.is_bf16_supported()`: by default it also says True where bf16 is emulated, which is slow.
+# `bf16_support` looks for the hardware, and tries a real all-reduce in bf16 on all ranks.
+
+# %% tags=["checker", "nbval-ignore-output"]
+# %%ranks
+from fsdp_utils import bf16_support
+
+support = bf16_support(device)
+if rank == 0:
+    print(support)
+
+# %% [markdown]
+# On a GPU without bf16, take `param_dtype=torch.float16` with the same `reduce_dtype=torch.float32`, and a **scaler**,
+# because in fp16 a gradient below about 3e-8 becomes 0. The scaler multiplies the loss before backward, divides the
+# gradients before the optimizer's step, and skips a step with gradients that aren't finite:
+#
+# ```python
+# scaler = torch.amp.GradScaler(device)        # FSDP2; under FSDP1 ShardedGradScaler, or the shards drift apart
+# scaler.scale(loss).backward()
+# scaler.step(optimizer)
+# scaler.update()
+# ```
 #
 # ## Your turn 1 · What is bf16, and should not be?
 #
-# Write the check that a reviewer would run. `low(model, optimizer, step)` is called for five models; four of
+# Write the check that a reviewer would run. `faults(model, optimizer, step)` is called for five models; four of
 # them have something in bf16 that should be fp32, perhaps in one layer only. Return a set of those of these
 # three words that apply to the model:
 #
@@ -474,16 +532,18 @@ MISSED = {
     "reduction": "A reduction in bf16 passed. `.grad` does not tell in which dtype it was added up: watch the reduce-scatter.",
     "moments": "A bf16 moment passed. One alone may be bf16: look at the moments of all parameters.",
 }
+ELSE = {"parameters": "gathered weights may be bf16", "reduction": "look at the reduce-scatter alone",
+        "moments": "look at `optimizer.state` alone"}
 
 
 @turn(1, {
     "faults that were not found": exactly("none", lambda words: MISSED[words.split(", ")[0]]),
-    "false alarms": exactly("none", lambda words: f"You reported {words} where it is fp32: gathered weights may be bf16."),
+    "false alarms": exactly("none", lambda words: f"You reported {words} where it is fp32: {ELSE[words.split(', ')[0]]}."),
 })
-def score_low(low):
+def score_faults(faults):
     missed, false = set(), set()
     for options, expected in MODELS.values():
-        answer = low(*set_up(**options))
+        answer = faults(*set_up(**options))
         if isinstance(answer, str) or not hasattr(answer, "__iter__"):
             raise NotYet("Return a set of words, which may be empty.")
         if unknown := set(answer) - set(MISSED):
@@ -495,11 +555,11 @@ def score_low(low):
 
 # %%
 # %%turn 1
-def low(model, optimizer, step):
+def faults(model, optimizer, step):
     return None            # your lines here; return some of {"parameters", "reduction", "moments"}, or set()
 
 # %% tags=["solution"] turn=1
-def low(model, optimizer, step):
+def faults(model, optimizer, step):
     found = set()
     with Probe() as probe:
         step()
@@ -512,7 +572,7 @@ def low(model, optimizer, step):
     return found
 
 # %% tags=["right"] turn=1
-def low(model, optimizer, step):                     # a list
+def faults(model, optimizer, step):                  # a list
     with Probe() as probe:
         step()
     dtypes = {
@@ -523,7 +583,7 @@ def low(model, optimizer, step):                     # a list
     return [word for word, some in dtypes.items() if bf16 in some]
 
 # %% tags=["right"] turn=1
-def low(model, optimizer, step):                     # asks the policies of the units
+def faults(model, optimizer, step):                  # asks the policies of the units
     units = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
     policies = [m._get_fsdp_state()._mp_policy for m in units]
     words = ["reduction"] * any((p.reduce_dtype or p.param_dtype) == bf16 for p in policies)
@@ -531,7 +591,7 @@ def low(model, optimizer, step):                     # asks the policies of the 
     return words + ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state_dict()["state"].values())
 
 # %% tags=["right"] turn=1
-def low(model, optimizer, step):                     # one unit after the other
+def faults(model, optimizer, step):                  # one unit after the other
     found = frozenset()
     for p in model.parameters():
         found |= {"parameters"} if p.dtype == bf16 else set()
@@ -541,19 +601,14 @@ def low(model, optimizer, step):                     # one unit after the other
     return found | ({"reduction"} if bf16 in probe.seen["reduce-scatter"] else set())
 
 # %% tags=["wrong"] turn=1 says="watch the reduce-scatter"
-def low(model, optimizer, step):                     # .grad does not tell how it was added up
+def faults(model, optimizer, step):                  # .grad does not tell how it was added up
     step()
-    found = set()
-    if any(p.dtype == bf16 for p in model.parameters()):
-        found.add("parameters")
-    if any(p.grad.dtype == bf16 for p in model.parameters()):
-        found.add("reduction")
-    if any(state["exp_avg"].dtype == bf16 for state in optimizer.state.values()):
-        found.add("moments")
-    return found
+    words = ["parameters"] * any(p.dtype == bf16 for p in model.parameters())
+    words += ["reduction"] * any(p.grad.dtype == bf16 for p in model.parameters())
+    return words + ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state.values())
 
 # %% tags=["wrong"] turn=1 says="moments of all parameters"
-def low(model, optimizer, step):                     # the first moment alone
+def faults(model, optimizer, step):                  # the first moment alone
     with Probe() as probe:
         step()
     p = next(model.parameters())
@@ -562,15 +617,23 @@ def low(model, optimizer, step):                     # the first moment alone
     return words + ["reduction"] * (bf16 in probe.seen["reduce-scatter"])
 
 # %% tags=["wrong"] turn=1 says="gathered weights may be bf16"
-def low(model, optimizer, step):                     # what is gathered is meant to be bf16
+def faults(model, optimizer, step):                  # what is gathered is meant to be bf16
     with Probe() as probe:
         step()
     words = ["parameters"] * (bf16 in probe.seen["all-gather"])
     words += ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state.values())
     return words + ["reduction"] * (bf16 in probe.seen["reduce-scatter"])
 
+# %% tags=["wrong"] turn=1 says="look at the reduce-scatter alone"
+def faults(model, optimizer, step):                  # every collective
+    with Probe() as probe:
+        step()
+    words = ["parameters"] * any(p.dtype == bf16 for p in model.parameters())
+    words += ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state.values())
+    return words + ["reduction"] * (bf16 in probe.seen["reduce-scatter"] | probe.seen["all-gather"])
+
 # %% tags=["wrong"] turn=1 says="look at all parameters, at rest"
-def low(model, optimizer, step):
+def faults(model, optimizer, step):
     with Probe() as probe:
         step()
     words = ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state.values())
@@ -585,7 +648,7 @@ def low(model, optimizer, step):
 # 1. Compute `loss = F.mse_loss(output.float(), x)`, where `output` comes from a bf16 copy of `master`.
 # 2. Set `.grad` of each parameter of `master`: the mean over the ranks of the copy's gradients, added up in
 #    fp32.
-# 3. Return the loss.
+# 3. Return this rank's loss.
 #
 # The optimizer's step on `master` is done for you. Your losses and gradients are compared with those of FSDP2
 # over eight steps.
@@ -610,34 +673,61 @@ for _ in range(8):
     wanted_losses.append(loss.item())
     optimizer.step()
     optimizer.zero_grad()
-GRADIENTS = {}
+
+
+def mistaken(compute=bf16, of_loss=fp32, add_in=fp32, keep_in=fp32, times=1.0, alone=False):
+    """The first step's gradients with one mistake in them."""
+    copied, found = build().to(compute), []
+    F.mse_loss(copied(batch.to(compute)).to(of_loss), batch.to(of_loss)).backward()
+    for p in copied.parameters():
+        grad = p.grad.to(add_in)
+        if not alone:
+            dist.all_reduce(grad)
+        found.append((grad.float() / (1 if alone else world) * times).to(keep_in).float().flatten())
+    return torch.cat(found)
+
+
+MISTAKES = {
+    "They are too large by the number of ranks: divide the sum.": mistaken(times=world),
+    "They are too small by the number of ranks: divide by it once.": mistaken(times=1 / world),
+    "Each rank keeps its own: add up over all ranks, and divide by their number.": mistaken(alone=True),
+    "They were added up in bf16: cast to fp32 before you add up.": mistaken(add_in=bf16),
+    "They come from a model in fp32: compute with a bf16 copy.": mistaken(compute=fp32),
+    "The loss was taken in bf16: `.float()` on the output.": mistaken(of_loss=bf16),
+    "The mean was rounded to bf16: keep it in fp32.": mistaken(keep_in=bf16),
+}
+SAID = {}
 
 
 @turn(2, {
     "dtype of the weights that are kept": exactly("float32", "The master is no longer fp32: `.to(bf16)` changes a module itself."),
     "forward passes under autocast": exactly(0, "Compute with a bf16 copy: autocast casts for each operation anew."),
-    "losses that differ": exactly(0, "Some losses differ: is the copy bf16, its input too, and made anew each step?"),
-    "gradients that differ": exactly(0, lambda n: GRADIENTS.get("why", "Some gradients differ.")),
+    "losses that differ": exactly(0, "Some losses differ: is the copy made anew each step, and is the loss this rank's own?"),
+    "gradients that differ": exactly(0, lambda n: SAID["why"]),
 })
 def score_backward(my_backward):
     master, autocast = build(), []
     master.register_forward_pre_hook(lambda *_: autocast.append(torch.is_autocast_enabled(device.type)))
-    optimizer, losses, other, factors = torch.optim.AdamW(master.parameters(), lr=1e-2), [], 0, []
+    optimizer, losses, other = torch.optim.AdamW(master.parameters(), lr=1e-2), [], 0
     for step in range(8):
-        losses.append(torch.as_tensor(my_backward(master, batch)).item())
+        try:
+            losses.append(torch.as_tensor(my_backward(master, batch)).item())
+        except RuntimeError as error:
+            if "gradient with dtype" in str(error):
+                raise NotYet("`.grad` of an fp32 parameter must be fp32: cast the gradient before you assign it.") from error
+            if "same dtype" in str(error):
+                raise NotYet("A bf16 layer was given fp32: cast the input of the copy, `x.to(bf16)`.") from error
+            raise
         for p, right in zip(master.parameters(), wanted[step]):
             if p.grad is None:
                 raise NotYet("A parameter of `master` has no gradient: set `p.grad` for each of them.")
             other += not torch.allclose(p.grad.float(), right, rtol=1e-3, atol=2e-6)
-            factors.append((p.grad.float().norm() / right.norm()).item())
+        if step == 0:
+            first = torch.cat([p.grad.float().flatten() for p in master.parameters()])
         optimizer.step()
         optimizer.zero_grad()
-    GRADIENTS["why"] = (
-        "They are too large by the number of ranks: divide the sum." if abs(factors[0] / world - 1) < 0.02
-        else "They are too small by the number of ranks: divide by it once." if abs(factors[0] * world - 1) < 0.02
-        else "They differ a little: cast to fp32 before you add up." if abs(factors[0] - 1) < 0.01
-        else "Each rank keeps its own: add up over all ranks, and divide by their number."
-    )
+    far = {why: ((first - grads).norm() / grads.norm()).item() for why, grads in MISTAKES.items()}
+    SAID["why"] = min(far, key=far.get) if min(far.values()) < 1e-4 else "Some gradients differ: go through the three steps."
     return {
         "dtype of the weights that are kept": name(p.dtype for p in master.parameters()),
         "forward passes under autocast": sum(autocast),
@@ -663,8 +753,6 @@ def my_backward(master, x):
     return loss
 
 # %% tags=["right"] turn=2
-from torch.func import functional_call
-
 def my_backward(master, x):                          # autograd casts the gradients back
     low = {n: p.to(bf16) for n, p in master.named_parameters()}
     loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
@@ -699,43 +787,88 @@ def my_backward(master, x):                          # one collective for all gr
 
 # %% tags=["wrong"] turn=2 says="cast to fp32 before you add up"
 def my_backward(master, x):                          # adds up in bf16
-    low = copy.deepcopy(master).to(bf16)
-    loss = F.mse_loss(low(x.to(bf16)).float(), x)
+    low = {n: p.to(bf16) for n, p in master.named_parameters()}
+    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
     loss.backward()
-    for small, high in zip(low.parameters(), master.parameters()):
-        dist.all_reduce(small.grad)
-        high.grad = small.grad.float() / world
+    for p in master.parameters():
+        dist.all_reduce(total := p.grad.to(bf16))
+        p.grad = total.float() / world
     return loss
 
 # %% tags=["wrong"] turn=2 says="divide by it once"
 def my_backward(master, x):                          # divides twice
-    low = copy.deepcopy(master).to(bf16)
-    loss = F.mse_loss(low(x.to(bf16)).float(), x)
+    low = {n: p.to(bf16) for n, p in master.named_parameters()}
+    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
     (loss / world).backward()
-    for small, high in zip(low.parameters(), master.parameters()):
-        high.grad = small.grad.float()
-        dist.all_reduce(high.grad)
-        high.grad /= world
+    for p in master.parameters():
+        dist.all_reduce(p.grad.div_(world))
     return loss
 
 # %% tags=["wrong"] turn=2 says="divide the sum"
+def my_backward(master, x):
+    low = {n: p.to(bf16) for n, p in master.named_parameters()}
+    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
+    loss.backward()
+    for p in master.parameters():
+        dist.all_reduce(p.grad)
+    return loss
+
+# %% tags=["wrong"] turn=2 says="add up over all ranks"
+def my_backward(master, x):                          # of this rank alone
+    low = {n: p.to(bf16) for n, p in master.named_parameters()}
+    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
+    loss.backward()
+    return loss
+
+# %% tags=["wrong"] turn=2 says="compute with a bf16 copy"
+def my_backward(master, x):                          # computes in fp32
+    loss = F.mse_loss(master(x), x)
+    loss.backward()
+    for p in master.parameters():
+        dist.all_reduce(p.grad.div_(world))
+    return loss
+
+# %% tags=["wrong"] turn=2 says="The loss was taken in bf16"
+def my_backward(master, x):
+    low = {n: p.to(bf16) for n, p in master.named_parameters()}
+    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)), x.to(bf16))
+    loss.backward()
+    for p in master.parameters():
+        dist.all_reduce(p.grad.div_(world))
+    return loss
+
+# %% tags=["wrong"] turn=2 says="keep it in fp32"
+def my_backward(master, x):                          # rounds the mean
+    low = {n: p.to(bf16) for n, p in master.named_parameters()}
+    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
+    loss.backward()
+    for p in master.parameters():
+        dist.all_reduce(p.grad)
+        p.grad = (p.grad / world).to(bf16).float()
+    return loss
+
+# %% tags=["wrong"] turn=2 says="is the loss this rank's own"
+def my_backward(master, x):                          # the loss of all ranks
+    low = {n: p.to(bf16) for n, p in master.named_parameters()}
+    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
+    loss.backward()
+    for p in master.parameters():
+        dist.all_reduce(p.grad.div_(world))
+    dist.all_reduce(total := loss.detach())
+    return total / world
+
+# %% tags=["wrong"] turn=2 says="cast the gradient before you assign it"
 def my_backward(master, x):
     low = copy.deepcopy(master).to(bf16)
     loss = F.mse_loss(low(x.to(bf16)).float(), x)
     loss.backward()
     for small, high in zip(low.parameters(), master.parameters()):
-        high.grad = small.grad.float()
-        dist.all_reduce(high.grad)
+        high.grad = small.grad / world
     return loss
 
-# %% tags=["wrong"] turn=2 says="add up over all ranks"
-def my_backward(master, x):                          # of this rank alone
-    low = copy.deepcopy(master).to(bf16)
-    loss = F.mse_loss(low(x.to(bf16)).float(), x)
-    loss.backward()
-    for small, high in zip(low.parameters(), master.parameters()):
-        high.grad = small.grad.float()
-    return loss
+# %% tags=["wrong"] turn=2 says="cast the input of the copy"
+def my_backward(master, x):
+    return F.mse_loss(copy.deepcopy(master).to(bf16)(x).float(), x)
 
 # %% tags=["wrong"] turn=2 says="The master is no longer fp32"
 def my_backward(master, x):
@@ -758,36 +891,13 @@ def my_backward(master, x):                          # autocast, without a copy
     return loss
 
 # %% [markdown]
-# ## Can this machine train in bf16?
-#
-# An A100, an L4, an H100 and anything newer computes in bf16; a V100 and a T4 don't. Don't ask
-# `torch.cuda.is_bf16_supported()`: by default it also says True where bf16 is emulated, which is slow.
-# `bf16_support` looks for the hardware, and tries a real all-reduce in bf16 on all ranks.
-
-# %% tags=["checker", "nbval-ignore-output"]
-# %%ranks
-from fsdp_utils import bf16_support
-
-support = bf16_support(device)
-if rank == 0:
-    print(support)
-
-# %% [markdown]
-# On a GPU without bf16, take `param_dtype=torch.float16`, and a **scaler**, because in fp16 a gradient below about
-# 3e-8 becomes 0. It multiplies the loss before backward, divides the gradients before the optimizer's step, and
-# skips a step with gradients that aren't finite. Under FSDP2 take `torch.amp.GradScaler`; under FSDP1
-# `ShardedGradScaler`, for there the plain one decides on each rank alone, and the shards drift apart silently.
-#
-# FSDP1's policy is `MixedPrecision`, with the same two dtypes and a `buffer_dtype`, which FSDP2 lacks ([lesson
-# 13](13_from_fsdp1_to_fsdp2.ipynb)).
-#
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | `mat1 and mat2 must have the same dtype`, `expected m1 and m2 to have the same dtype` | an fp32 tensor meets bf16 weights: a buffer, which FSDP2 does not cast; a tensor made in `forward`; an input with `cast_forward_inputs=False`; the output of a norm in fp32 | cast it to the dtype of the weights; for the norm, `output_dtype=torch.bfloat16` |
+# | `mat1 and mat2 must have the same dtype`; for a layer without bias `expected mat1 and mat2 to have the same dtype` (on a CPU `m1 and m2`) | an fp32 tensor meets bf16 weights: a buffer, which FSDP2 does not cast; a tensor made in `forward`; an input with `cast_forward_inputs=False`; the output of a norm in fp32 | cast it to the dtype of the weights; for the norm, `output_dtype=torch.bfloat16` |
 # | gradients differ from one process's more and more with more ranks | one cause: no `reduce_dtype`, so gradients are added up in bf16 | `reduce_dtype=torch.float32` |
-# | the loss stops falling early, with a small learning rate | one cause: the model was made or loaded in bf16 | `model.float()` before sharding |
+# | the loss hardly falls, with a small learning rate | one cause: the model was made or loaded in bf16 | `model.float()` before sharding |
 # | `Attempting to unscale FP16 gradients.` | the model itself is fp16, and a scaler is used | make the model fp32, and leave fp16 to the policy |
 # | the all-gather is not faster than in fp32 | bf16 comes from `torch.autocast` | the policy |
 #
