@@ -7,8 +7,8 @@
 # the H200 below a step 4.3 times as fast as in fp32 without TF32. What must not be rounded stays in float32: the
 # mean of the gradients over the ranks, the weights, and AdamW's moments.
 #
-# The loss shows no difference: trained so, this lesson's small model follows its fp32 run to three decimals. Made
-# in bf16 itself, it gets a fifth as far at a learning rate of 1e-4, and no error tells you.
+# Trained so, this lesson's small model has the loss of its fp32 run to three decimals. Made in bf16 itself, it gets
+# a fifth as far at a learning rate of 1e-4, and no error tells you.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots, recorded
@@ -55,7 +55,7 @@ draw_dtypes({"one step": expected})
 # **bf16** (bfloat16) is 16 bits wide. It has the range of fp32 but only 8 significant bits where fp32 has 24,
 # fewer than three decimal digits. Matrix products get along with that, because their kernels add up in fp32
 # and round once, at the end. A sum that is rounded to bf16 after each addition does not: a small number added
-# to a large one can vanish. Two sums of a training step are of that kind, and this lesson measures both.
+# to a large one can vanish. Two sums of training are of that kind, and this lesson measures both.
 
 # %% tags=["card"]
 lesson.card(
@@ -69,8 +69,8 @@ lesson.card(
 # ## The script
 #
 # Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It trains the same model in four ways, the
-# last of them the mistake of the first screen, at a learning rate of fine-tuning. For each it prints the bytes of
-# the last step's collectives, the last loss, and how many weights of rank 0's shards are no longer what they were.
+# last of them with the model made in bf16. For each it prints the bytes of the last step's collectives, the last
+# loss, and how many weights of rank 0's shards are no longer what they were.
 #
 # ```python
 # import torch
@@ -153,8 +153,8 @@ Table(["on one H200", "sequences", "seconds a step", "GiB at the peak"],
       [[way, n, f"{s:.3f}", f"{g:.1f}"] for way, n, s, g in table])
 
 # %% [markdown]
-# With two sequences the step is 4.3 times as fast, and bf16 can do better: with twice the tokens it takes hardly
-# longer, so at two the GPU often waits for Python. The memory falls by a fifth only at this batch: the policy halves
+# With two sequences the step is 4.3 times as fast. That is a lower bound: with twice the tokens a step in bf16 takes
+# hardly longer, so at two the GPU often waits for Python. The memory falls by a fifth only at this batch: the policy halves
 # most activations and the gathered copies, but each parameter still has 4 bytes of weight, 4 of gradient and 8 of
 # AdamW's moments, 14.2 GiB here.
 # FSDP divides these 16 bytes by the number of ranks.
@@ -212,8 +212,8 @@ def sharded(param_dtype=None, reduce_dtype=None, made_in=fp32):
 # %% [markdown]
 # PyTorch can call an object of yours for each operation that it runs, in forward and in backward: a *dispatch
 # mode*. `Probe` is one. While it is active, it notes the dtype that goes into each all-gather,
-# reduce-scatter, matrix product, and norm or softmax. It makes the dtypes
-# visible here; for your own model, "Check your own model" below is shorter.
+# reduce-scatter, matrix product, and norm or softmax. (The check for your
+# own model, below, is shorter.)
 
 # %%
 # %%ranks
@@ -407,27 +407,27 @@ Table(["learning rate", *(f"loss, {way}" for way in ways), "made in bf16: moved 
        for lr, shares in moved.items()])
 
 # %% [markdown]
-# All start at 1.084. Under the policy the loss is that of fp32. **Without `reduce_dtype`** it is, too: 250 steps
+# All start at 1.084, and under the policy the loss stays that of fp32. **Without `reduce_dtype`** it is, too: 250 steps
 # show nothing of sums that were rounded 63 times. So the fp32 reduction is insurance for more ranks and longer runs,
 # which this small model cannot test. Keep it unless you've seen the reduction hold up your steps
 # ([lesson 4](04_backward_prefetch.ipynb)).
 #
 # **Made in bf16** is the mistake that ends training. At 1e-5, a learning rate of fine-tuning, the loss stays where it
-# was. Only 6% of the weights move, those near zero, where bf16 numbers lie close together; half of them are the norm's
-# biases, which begin at 0. Five times as many steps move no more, because each step's update is rounded away on its
-# own. At 1e-3 the weights move in coarse steps, and the loss stays behind. What counts is the update relative to the
+# was. After 50 steps 5% of the weights have moved, those near zero, where bf16 numbers lie close together; half of
+# them are the norm's biases, which begin at 0. After 250 steps it is 6%: time does not help, because each step's
+# update is rounded away on its own. At 1e-3 the weights move in coarse steps, and the loss stays behind. What counts is the update relative to the
 # weight, which is about 0.1 here: smaller weights still move at smaller rates.
 #
 # So load the model with `dtype=torch.float32`, or call `model.float()` before `fully_shard` (digits that were
 # rounded away in loading do not come back). The price is 16 bytes for each parameter instead of 8, over all ranks
-# together. Beware of resuming, too: into a model in bf16, PyTorch's `dcp.load` casts fp32 weights silently.
+# together. And into a model in bf16, PyTorch's `dcp.load` casts fp32 weights silently.
 #
 # ## Check your own model
 #
-# Two mistakes matter most: weights in bf16, and a reduction in bf16. `python -m fsdp_utils doctor train.py` runs a
+# Two mistakes are silent: weights in bf16, and a reduction in bf16. `python -m fsdp_utils doctor train.py` runs a
 # few steps of your script and names both. In your own code two calls do it: `check_sharding`, given the optimizer,
 # names weights that are bf16; `record_collectives` gives the bytes that are reduced, and those, divided by
-# the parameters, tell the dtype of the reduction. Here they look at a model with both mistakes.
+# the parameters, tell the dtype of the reduction. Here they look at a model with both.
 
 # %%
 # %%ranks
@@ -486,7 +486,7 @@ if rank == 0:
 # - `"moments"`: a moment of AdamW is bf16
 #
 # Calling `step()` runs one forward and one backward pass. `optimizer.state[p]["exp_avg"]` is a moment of the
-# parameter `p`. `Probe` and `bf16` are defined above.
+# parameter `p`.
 #
 # <details><summary>Hint</summary>
 #
@@ -593,7 +593,7 @@ def faults(model, optimizer, step):                  # asks the policies of the 
     return words + ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state_dict()["state"].values())
 
 # %% tags=["right"] turn=1
-def faults(model, optimizer, step):                  # by the bytes, which is no list of dtypes
+def faults(model, optimizer, step):                  # by the bytes
     with record_collectives(model) as trace:
         step()
     reduced = trace.bytes_by_kind()["reduce_scatter"] < 4 * sum(p.numel() for p in model.parameters())
