@@ -46,7 +46,7 @@ expected = {moment: "bfloat16" if moment in MOMENTS[1:7] else "float32" for mome
 draw_dtypes({"one step": expected})
 
 # %% [markdown]
-# One training step under this policy, from left to right; fp32 is float32, an activation is what the first layer
+# One training step under this policy; fp32 is float32, an activation is what the first layer
 # returns, and the output is what the model returns. A rank keeps its **shard**, its part of every parameter, in
 # fp32. It casts the shard to bf16 before the all-gather, computes forward and backward in bf16, and goes back to
 # fp32 for the reduce-scatter, which averages the gradients over the ranks. From there to the optimizer everything
@@ -153,11 +153,10 @@ Table(["on one H200", "sequences", "seconds a step", "GiB at the peak"],
       [[way, n, f"{s:.3f}", f"{g:.1f}"] for way, n, s, g in table])
 
 # %% [markdown]
-# With two sequences the step is 4.3 times as fast. That is a lower bound: with twice the tokens a step in bf16 takes
-# hardly longer, so at two the GPU often waits for Python. The memory falls by a fifth only at this batch: the policy halves
-# most activations and the gathered copies, but each parameter still has 4 bytes of weight, 4 of gradient and 8 of
-# AdamW's moments, 14.2 GiB here.
-# FSDP divides these 16 bytes by the number of ranks.
+# With two sequences the step is 4.3 times as fast. That is a lower bound: with twice the tokens a step in bf16
+# takes hardly longer, so at two the GPU often waits for Python. The memory falls by a fifth only at this batch:
+# the policy halves most activations and the gathered copies, but each parameter still has 4 bytes of weight, 4 of
+# gradient and 8 of AdamW's moments, 14.2 GiB here. FSDP divides these 16 bytes by the number of ranks.
 #
 # ## Every moment of a step
 #
@@ -309,10 +308,11 @@ draw_dtypes(ways)
 #
 # ## What adding up in bf16 costs
 #
-# What do you get for the fp32 reduction's third more bytes? A reduction over many ranks is many additions, and in bf16
-# each of them rounds its result to 8 bits. Here each of 2, 8 or 64 simulated ranks has 16,384 gradients, cast to bf16, as backward would leave them: all of
-# them about 1, or of both signs. One process adds them up one by one, as NCCL's ring does, in bf16 and in fp32. The
-# numbers are the error of the sum, in percent of the exact sum before the cast.
+# What do you get for the fp32 reduction's third more bytes? A reduction over many ranks is many additions, and in
+# bf16 each of them rounds its result to 8 bits. Here each of 2, 8 or 64 simulated ranks has 16,384 gradients, cast
+# to bf16, as backward would leave them: all of them about 1, or of both signs. One process adds them up one by
+# one, as NCCL's ring does, in bf16 and in fp32. The numbers are the error of the sum, in percent of the exact sum
+# before the cast.
 
 # %% tags=["reduction"]
 # %%ranks
@@ -407,16 +407,17 @@ Table(["learning rate", *(f"loss, {way}" for way in ways), "made in bf16: moved 
        for lr, shares in moved.items()])
 
 # %% [markdown]
-# All start at 1.084, and under the policy the loss stays that of fp32. **Without `reduce_dtype`** it is, too: 250 steps
-# show nothing of sums that were rounded 63 times. So the fp32 reduction is insurance for more ranks and longer runs,
-# which this small model cannot test. Keep it unless you've seen the reduction hold up your steps
+# All start at 1.084, and under the policy the loss stays that of fp32. **Without `reduce_dtype`** it is, too: 250
+# steps show nothing of sums that were rounded 63 times. So the fp32 reduction is insurance for more ranks and
+# longer runs, which this small model cannot test. Keep it unless you've seen the reduction hold up your steps
 # ([lesson 4](04_backward_prefetch.ipynb)).
 #
-# **Made in bf16** is the mistake that ends training. At 1e-5, a learning rate of fine-tuning, the loss stays where it
-# was. After 50 steps 5% of the weights have moved, those near zero, where bf16 numbers lie close together; half of
-# them are the norm's biases, which begin at 0. After 250 steps it is 6%: time does not help, because each step's
-# update is rounded away on its own. At 1e-3 the weights move in coarse steps, and the loss stays behind. What counts is the update relative to the
-# weight, which is about 0.1 here: smaller weights still move at smaller rates.
+# **Made in bf16** is the mistake that ends training. At 1e-5, a learning rate of fine-tuning, the loss stays where
+# it was. After 50 steps 5% of the weights have moved, those near zero, where bf16 numbers lie close together; half
+# of them are the norm's biases, which begin at 0. After 250 steps it is 6%: time does not help, because each
+# step's update is rounded away on its own. At 1e-3 the weights move in coarse steps, and the loss stays behind.
+# What counts is the update relative to the weight, which is about 0.1 here: smaller weights still move at smaller
+# rates.
 #
 # So load the model with `dtype=torch.float32`, or call `model.float()` before `fully_shard` (digits that were
 # rounded away in loading do not come back). The price is 16 bytes for each parameter instead of 8, over all ranks
@@ -464,12 +465,12 @@ if rank == 0:
     print(support)
 
 # %% [markdown]
-# On a GPU without bf16, take `param_dtype=torch.float16` with the same `reduce_dtype=torch.float32`, and a **scaler**,
-# because in fp16 a gradient below about 3e-8 becomes 0. The scaler multiplies the loss before backward, divides the
-# gradients before the optimizer's step, and skips a step with gradients that aren't finite:
+# On a GPU without bf16, take `param_dtype=torch.float16` with the same `reduce_dtype=torch.float32`, and a
+# **scaler**, because in fp16 a gradient below about 3e-8 becomes 0. The scaler multiplies the loss before
+# backward, divides the gradients before the optimizer's step, and skips a step with gradients that aren't finite:
 #
 # ```python
-# scaler = torch.amp.GradScaler(device)        # FSDP2; under FSDP1 ShardedGradScaler, or the shards drift apart
+# scaler = torch.amp.GradScaler("cuda")        # FSDP2; under FSDP1 ShardedGradScaler, or the shards drift apart
 # scaler.scale(loss).backward()
 # scaler.step(optimizer)
 # scaler.update()
