@@ -678,7 +678,7 @@ for _ in range(8):
 
 
 def mistaken(compute=bf16, of_loss=fp32, add_in=fp32, keep_in=fp32, times=1.0, alone=False):
-    """The first step's gradients with one mistake in them."""
+    """The first step's gradients, with one mistake in them or none."""
     copied, found = build().to(compute), []
     F.mse_loss(copied(batch.to(compute)).to(of_loss), batch.to(of_loss)).backward()
     for p in copied.parameters():
@@ -697,6 +697,7 @@ MISTAKES = {
     "They come from a model in fp32: compute with a bf16 copy.": mistaken(compute=fp32),
     "The loss was taken in bf16: `.float()` on the output.": mistaken(of_loss=bf16),
     "The mean was rounded to bf16: keep it in fp32.": mistaken(keep_in=bf16),
+    "The first step is right, later ones are not: make a new copy in each call.": mistaken(),
 }
 SAID = {}
 
@@ -704,7 +705,7 @@ SAID = {}
 @turn(2, {
     "dtype of the weights that are kept": exactly("float32", "The master is no longer fp32: `.to(bf16)` changes a module itself."),
     "forward passes under autocast": exactly(0, "Compute with a bf16 copy: autocast casts for each operation anew."),
-    "losses that differ": exactly(0, "Some losses differ: is the copy made anew each step, and is the loss this rank's own?"),
+    "losses that differ": exactly(0, "Some losses differ, the gradients do not: is it this rank's own loss?"),
     "gradients that differ": exactly(0, lambda n: SAID["why"]),
 })
 def score_backward(my_backward):
@@ -849,7 +850,7 @@ def my_backward(master, x):                          # rounds the mean
         p.grad = (p.grad / world).to(bf16).float()
     return loss
 
-# %% tags=["wrong"] turn=2 says="is the loss this rank's own"
+# %% tags=["wrong"] turn=2 says="is it this rank's own loss"
 def my_backward(master, x):                          # the loss of all ranks
     low = {n: p.to(bf16) for n, p in master.named_parameters()}
     loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
@@ -866,6 +867,15 @@ def my_backward(master, x):
     loss.backward()
     for small, high in zip(low.parameters(), master.parameters()):
         high.grad = small.grad / world
+    return loss
+
+# %% tags=["wrong"] turn=2 says="make a new copy in each call"
+def my_backward(master, x):                          # one copy for all steps
+    low = master.__dict__.setdefault("low", copy.deepcopy(master).to(bf16))
+    loss = F.mse_loss(low(x.to(bf16)).float(), x)
+    for p, grad in zip(master.parameters(), torch.autograd.grad(loss, list(low.parameters()))):
+        dist.all_reduce(total := grad.float())
+        p.grad = total / world
     return loss
 
 # %% tags=["wrong"] turn=2 says="cast the input of the copy"
