@@ -114,23 +114,26 @@ class Models:
             "by_data": {*meshes} <= {world_size}
             and all(sum(one.is_shard() for one in p.placements) < 2 for p in sharded),
             "hybrid_fsdp1": any(replicas.values()),
-            "tied": [names for names in ties if len({unit_of.get(name, ROOT) for name in names}) > 1],
-            "checkpoint_around": [
+            "tied_units": [
+                " and ".join(names) for names in ties if len({unit_of.get(name, ROOT) for name in names}) > 1
+            ],
+            "checkpoint_order": [
                 plain_name(name) or ROOT for name, one in around if isinstance(one, FSDPModule | FSDP1)
             ],
-            "called_alone": [
+            "forward_of_part": [
                 plain_name(name)
                 for root in self.roots
                 if isinstance(root, FSDPModule)
                 for name, one in root.named_modules()
                 if one is not root and isinstance(one, FSDPModule) and fsdp2_is_root(one)
             ],
-            "unfrozen": [
+            "ddp_unfrozen": [
                 plain_name(name)
                 for one, names in frozen.items()
                 for name, p in one.module.named_parameters()
                 if name in names and p in held - reduced and p.requires_grad and p.grad is not None
-            ],
+            ]
+            * (world_size > 1),
             "drops": any(isinstance(one, nn.Dropout) and one.p and one.training for _, one in modules),
             # Accelerate and the Trainer set it
             "fsdp_is_missing": os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not units,

@@ -73,9 +73,7 @@ class Watch:
         self._begun: Any = None  # a sampler that has begun an epoch, until the next backward
         self._gathered: list[Any] = []  # pairs of the copies and of what was sent, until the next backward
         self._means: list[Any] = []  # of each backward until the next step: the calls, and its takes_mean()
-        self._clipped: list[
-            Any
-        ] = []  # the calls of the last backward before each clipping until the next step
+        self._clipped: list[Any] = []  # calls of the last backward before each clipping until the next step
         self._others: list[Any] = []  # all-reduces outside of backward: dtype, elements, address
         self._sampled: dict[str, list[Any]] = {}  # parameters: "scaled" for those of the first optimizer ...
         self._norms: dict[str, list[float]] = {}  # of their gradients, as backward left them
@@ -294,7 +292,7 @@ class Watch:
         for into, given in self._gathered:
             has_own = any(one.requires_grad for one in tree_leaves(into))  # put back in place of its copy
             if not has_own and not nodes.isdisjoint(_graph(given.grad_fn, depth=1)):
-                self._step["copies"].append(list(given.shape))
+                self._step["copies_without_gradient"].append(list(given.shape))
         self._gathered = []
         return self._after_backward
 
