@@ -71,6 +71,7 @@ class Watch:
         self._frozen: Any = WeakKeyDictionary()  # names of parameters, as DDP wrapped their module, by DDP
         self._epochs: Any = WeakKeyDictionary()  # that were trained on, by sampler
         self._begun: Any = None  # a sampler that has begun an epoch, until the next backward
+        self._ahead: Any = None  # labels that are one token ahead, from a forward to the next loss
         self._gathered: list[Any] = []  # pairs of the copies and of what was sent, until the next backward
         self._means: list[Any] = []  # of each backward until the next step: the calls, and its takes_mean()
         self._clipped: list[Any] = []  # calls of the last backward before each clipping until the next step
@@ -214,6 +215,11 @@ class Watch:
             step["told"] += [float(x) for one in tensors for x in one.detach().flatten().tolist()]
 
     def _loss(self, _: Tensor, target: Tensor, *rest: Any, ignore_index: int = -100, **options: Any) -> None:
+        if self._ahead is not None:
+            again = [self._ahead[:, 1:], nn.functional.pad(self._ahead[:, 1:], (0, 1), value=ignore_index)]
+            if any(torch.equal(target.flatten(), one.flatten()) for one in again):
+                self._step["shifted_twice"] = [1]
+            self._ahead = None
         is_mean = not rest and options.get("reduction", "mean") == "mean"
         if is_mean and torch.is_grad_enabled() and not target.is_floating_point():
             self._note("loss")
@@ -277,6 +283,7 @@ class Watch:
         elif tensors and model.training:
             self._note("forward")
             self._step["inputs"] += filter(None, [digest(tensors)])
+            self._ahead = _ahead(kwargs.get("input_ids"), kwargs.get("labels"))
 
     def _before_backward(self, tensors: Any, *_: Any, **__: Any) -> Callable[..., None]:
         self._note("backward")
@@ -419,6 +426,15 @@ def _name(dtype: torch.dtype) -> str:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _ahead(inputs: Tensor | None, labels: Tensor | None) -> Tensor | None:
+    """Return the labels, if they are the next tokens: transformers' losses of language models shift them."""
+    if inputs is None or labels is None or inputs.shape != labels.shape or inputs.dim() != 2:
+        return None
+    kept = labels[:, :-1] != -100
+    own, following, given = (one[kept] for one in (inputs[:, :-1], inputs[:, 1:], labels[:, :-1]))
+    return labels if torch.equal(given, following) and not torch.equal(given, own) else None
 
 
 def _calls() -> tuple[tuple[int, int], ...]:
