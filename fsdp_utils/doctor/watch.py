@@ -24,6 +24,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import get_total_norm
@@ -75,6 +76,7 @@ class Watch:
         self._gathered: list[Any] = []  # pairs of the copies and of what was sent, until the next backward
         self._means: list[Any] = []  # of each backward until the next step: the calls, and its takes_mean()
         self._clipped: list[Any] = []  # calls of the last backward before each clipping until the next step
+        self._scaler: Any = None  # that has scaled a loss, until the gradients are unscaled
         self._others: list[Any] = []  # all-reduces outside of backward: dtype, elements, address
         self._sampled: dict[str, list[Any]] = {}  # parameters: "scaled" for those of the first optimizer ...
         self._norms: dict[str, list[float]] = {}  # of their gradients, as backward left them
@@ -116,6 +118,13 @@ class Watch:
         self._tell(torch.autograd, "backward", self._before_backward)
         self._tell(nn.utils, "clip_grad_norm_", self._clip)
         self._tell(FSDP1, "clip_grad_norm_", self._clip)
+        for scaler in (torch.amp.GradScaler, ShardedGradScaler):
+            self._tell(scaler, "scale", self._scale)
+            for name in (
+                "unscale_",
+                "get_scale",
+            ):  # a script that asks for the scale may multiply its limit by it
+                self._tell(scaler, name, lambda *_, **__: setattr(self, "_scaler", None))
         self._tell(DataLoader, "__iter__", self._loader)
         self._tell(DistributedSampler, "__iter__", self._epoch)
         self._tell(dist, "all_gather", self._gather)
@@ -303,8 +312,13 @@ class Watch:
         self._gathered = []
         return self._after_backward
 
+    def _scale(self, scaler: torch.amp.GradScaler, *_: Any, **__: Any) -> None:
+        self._scaler = scaler if scaler.is_enabled() else None
+
     def _clip(self, *_: Any, **__: Any) -> None:
         self._note("clip")
+        if self._scaler is not None and (scale := self._scaler.get_scale()) != 1:
+            self._step["clipped_scaled"] = [scale]
         self._clipped.append(self._means[-1][0] if self._means else None)
 
     def _after_backward(self) -> None:

@@ -1,17 +1,15 @@
 """The data set shifts the labels by one, and the model shifts them again (transformers#44642)."""
 
 import torch
-from common import IGNORED, VOCABULARY, counting, cpu_mesh, run, say, start
+from common import IGNORED, counting, cpu_mesh, run, say, start
+from common_transformers import small_llama
 from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
-
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def main(faulty: bool) -> None:
     rank, _ = start()
     mesh = cpu_mesh()
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **SIZES))
+    model = small_llama()
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
