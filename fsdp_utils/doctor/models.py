@@ -134,10 +134,20 @@ class Models:
                 if name in names and p in held - reduced and p.requires_grad and p.grad is not None
             ]
             * (world_size > 1),
+            "frozen_adapters": [name for root in self.roots for name in _frozen_adapters(root)],
             "drops": any(isinstance(one, nn.Dropout) and one.p and one.training for _, one in modules),
             # Accelerate and the Trainer set it
             "fsdp_is_missing": os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not units,
         }
+
+
+def _frozen_adapters(root: nn.Module) -> list[str]:
+    """Name the parameters of peft's adapters if all are frozen, in a model that is not."""
+    layers = [(name, getattr(one, "adapter_layer_names", ())) for name, one in root.named_modules()]
+    begins = tuple(f"{name}.{layer}." for name, names in layers for layer in names)
+    adapters = [name for name, _ in root.named_parameters() if name.startswith(begins)]
+    trained = [name for name, p in root.named_parameters() if p.requires_grad]
+    return [*map(plain_name, adapters)] if trained and {*adapters}.isdisjoint(trained) else []
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
