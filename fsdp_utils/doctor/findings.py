@@ -44,6 +44,7 @@ class Facts:
     seen: list[dict[str, list[Any]]] = field(default_factory=list)
     places: dict[str, str] = field(default_factory=dict)  # lines of the script
     loaders: list[int] = field(default_factory=list)  # batches of each DataLoader before the first step
+    saved: list[str] = field(default_factory=list)  # files that torch.save wrote, after their host
     unseen: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # sentences of check_sharding
     kept: int = 0  # bytes of activations of one block
@@ -195,16 +196,24 @@ class Evidence:
         places = self._ranks[0].places
         if stream != ("stream" in places and "loader" not in places):
             return
+        inputs = [[one for step in facts.seen for one in step.get("inputs", [])] for facts in self._ranks]
+        if self._model.get("by_data"):
+            for _, same in self._shared([[str(one)] if one else [] for one in inputs]):
+                yield f"In each step {same} gave the model equal inputs."
+
+    def same_file(self) -> Iterator[str]:
+        for file, same in self._shared([facts.saved for facts in self._ranks]):
+            yield f"torch.save wrote {file} on {same}."
+
+    def _shared(self, had: list[list[str]]) -> Iterator[tuple[str, str]]:
+        """Yield what several ranks had, and their names."""
         # It imports torch, which showing a page need not.
         from fsdp_utils.distributed.agreement import rank_names
 
-        groups: dict[str, list[int]] = {}
-        for facts in self._ranks:
-            inputs = [one for step in facts.seen for one in step.get("inputs", [])]
-            if inputs and facts.model.get("by_data"):
-                groups.setdefault(str(inputs), []).append(facts.rank)
-        for same in (group for group in groups.values() if len(group) > 1):
-            yield f"In each step {rank_names(same)} gave the model equal inputs."
+        for one in dict.fromkeys(one for some in had for one in some):
+            ranks = [facts.rank for facts, some in zip(self._ranks, had, strict=True) if one in some]
+            if len(ranks) > 1:
+                yield one, rank_names(ranks)
 
     def unequal_samples(self) -> Iterator[str]:
         for lengths in zip(*(facts.loaders for facts in self._ranks), strict=False):

@@ -13,7 +13,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from os import PathLike
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -125,6 +127,7 @@ class Watch:
                 "get_scale",
             ):  # a script that asks for the scale may multiply its limit by it
                 self._tell(scaler, name, lambda *_, **__: setattr(self, "_scaler", None))
+        self._tell(torch, "save", self._save)
         self._tell(DataLoader, "__iter__", self._loader)
         self._tell(DistributedSampler, "__iter__", self._epoch)
         self._tell(dist, "all_gather", self._gather)
@@ -311,6 +314,11 @@ class Watch:
                 self._step["copies_without_gradient"].append(list(given.shape))
         self._gathered = []
         return self._after_backward
+
+    def _save(self, obj: Any, f: Any, *_: Any, **__: Any) -> None:
+        if isinstance(f, str | PathLike):
+            self._note("save")
+            self.facts.saved.append(f"{gethostname()}:{Path(f).absolute()}")
 
     def _scale(self, scaler: torch.amp.GradScaler, *_: Any, **__: Any) -> None:
         self._scaler = scaler if scaler.is_enabled() else None
