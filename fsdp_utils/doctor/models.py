@@ -71,7 +71,7 @@ class Models:
         modules = [(name, one) for root in self.roots for name, one in root.named_modules()]
         held = {p for one in self.optimizers for p in params(one)}
         named = {p: plain_name(name) for root in self.roots for name, p in root.named_parameters()}
-        held_or_named = [*named] if self.roots else [*held]
+        at_hand = {*named, *held}  # an optimizer may hold float32 copies of the model's parameters
         sharded = [p for p in named if isinstance(p, DTensor)]
         ddps = [one for _, one in modules if isinstance(one, DDP)]
         in_ddp = {p for one in ddps for p in one.parameters()}
@@ -85,8 +85,8 @@ class Models:
         meshes += [one.process_group.size() * (of.size() if of else 1) for one, of in replicas.items()]
         states = [value for one in self.optimizers for value in tree_leaves([*one.state.values()])]
         tensors = {
-            "parameters": held_or_named,
-            "gradients": [p.grad for p in held_or_named],
+            "parameters": at_hand,
+            "gradients": [p.grad for p in at_hand],
             "optimizer states": [one for one in states if isinstance(one, Tensor)],
         }
         around = [(name, dict(one.named_children()).get(WRAPPED[1])) for name, one in modules]
@@ -106,8 +106,10 @@ class Models:
             "elements": elements if self.roots else sum(p.numel() for p in held),
             "trained": sum(trained),
             "left_out": [*self.left_out.values()],
+            "others": len(held - named.keys()),
             "optimizers": [type(one).__name__ for one in self.optimizers],
             "bytes": {name: sum(map(_nbytes, some)) for name, some in tensors.items()},
+            "by_rule": sum(local(p).numel() * (16 if p.requires_grad else 4) for p in named or held),
             "blocks": len(self.blocks),
             "parts": [unit.nbytes for unit in units if unit.name.startswith(inside)],
             # whether all ranks share all parameters, cut along one dimension
