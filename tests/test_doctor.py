@@ -133,6 +133,10 @@ def test_the_page_says_what_is_trained_and_held() -> None:
     assert f": {627_840 * 16 / 2**20:.3g} MiB on rank 0\n" in copies
     adapters = page(examine(SCRIPTS / "frozen_adapters.py", "right", options=("--steps=2",)))
     assert "\nTrained by SGD: 28,800 of 656,640 parameters\nRank 0" in adapters
+    assert (
+        "\nNo finding.\nNot looked at: evaluation, what is saved, resuming, the learning-rate schedule, "
+        in adapters
+    )
     by_rule = (28_800 * 16 + (656_640 - 28_800) * 4) / 2**20
     assert f": {by_rule:.3g} MiB on rank 0\n" in adapters
 

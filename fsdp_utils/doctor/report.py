@@ -8,7 +8,10 @@ from fsdp_utils.answers import explain
 from fsdp_utils.doctor.findings import SEVERITIES, Facts
 
 _MIB = 2**20
-_BLIND = "Not seen: the time of communication that computation does not hide, which takes a GPU; later steps"
+_BLIND = (
+    "Not looked at: evaluation, what is saved, resuming, the learning-rate schedule, what the loss means. "
+    "Not seen: the time of communication that computation does not hide, which takes a GPU; later steps"
+)
 _HTML = """<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="color-scheme" content="light dark"><title>{title}</title><style>
 body {{ font: 16px/1.5 system-ui; max-width: 60em; margin: 2em auto; padding: 0 1em }}
