@@ -95,9 +95,9 @@ class Models:
         trained += [size for one, size in fsdp1.items() if any(p.requires_grad for p in one.parameters())]
         # a module may have been wrapped once more
         by_ddp = [
-            (p, name in names) for one, names in frozen.items() for name, p in one.module.named_parameters()
+            (at, p, at in names) for one, names in frozen.items() for at, p in one.module.named_parameters()
         ]
-        reduced = {p for p, was_frozen in by_ddp if not was_frozen}
+        alone = held - {p for _, p, was_frozen in by_ddp if not was_frozen} if world_size > 1 else set()
         elements = sum(sizes) + sum(p.numel() for p in in_ddp)
         return {
             "wrapped": bool(self.roots),
@@ -131,11 +131,9 @@ class Models:
             ],
             "ddp_unfrozen": [
                 plain_name(name)
-                for one, names in frozen.items()
-                for name, p in one.module.named_parameters()
-                if name in names and p in held - reduced and p.requires_grad and p.grad is not None
-            ]
-            * (world_size > 1),
+                for name, p, was_frozen in by_ddp
+                if was_frozen and p in alone and p.requires_grad and p.grad is not None
+            ],
             "frozen_adapters": [name for root in self.roots for name in _frozen_adapters(root)],
             "drops": any(isinstance(one, nn.Dropout) and one.p and one.training for _, one in modules),
             # Accelerate and the Trainer set it
