@@ -123,6 +123,24 @@ def test_the_training_is_not_changed(name: str, tmp_path: Path) -> None:
         assert watched == (tmp_path / f"alone.{rank}").read_text().splitlines()[:4]
 
 
+def test_the_page_says_what_is_trained_and_held() -> None:
+    """Under DDP a rank holds all; with float32 copies, no optimizer has the model's own parameters."""
+    copies = page(examine(SCRIPTS / "bf16_reduce_ddp.py", "right", options=("--steps=2",)))
+    assert "\nRequire gradients: 627,840 of 627,840 parameters\nNot in AdamW: 40 of their tensors" in copies
+    assert "; but 40 others, perhaps float32 copies of them\n" in copies
+    held = "3.59 MiB of parameters + 2.4 MiB of gradients + 4.79 MiB of optimizer states = 10.8 MiB"
+    assert f"\nRank 0 holds {held}\n" in copies
+    assert f": {627_840 * 16 / 2**20:.3g} MiB on rank 0\n" in copies
+    adapters = page(examine(SCRIPTS / "frozen_adapters.py", "right", options=("--steps=2",)))
+    assert "\nTrained by SGD: 28,800 of 656,640 parameters\nRank 0" in adapters
+    assert (
+        "\nNo finding.\nNot looked at: evaluation, what is saved, resuming, the learning-rate schedule, "
+        in adapters
+    )
+    by_rule = (28_800 * 16 + (656_640 - 28_800) * 4) / 2**20
+    assert f": {by_rule:.3g} MiB on rank 0\n" in adapters
+
+
 def test_lesson_15_shows_what_is_found_in_its_script(tmp_path: Path) -> None:
     (source,) = (SCRIPTS.parent.parent / "notebooks" / "src").glob("15_*.py")
     code, shown = re.findall(

@@ -1,4 +1,4 @@
-"""Judge the facts of all ranks: a method of `Evidence` for each finding of the table findings.yaml."""
+"""Judge the facts of all ranks, by the rows of findings.yaml and the methods of `Evidence`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Facts:
         calls: kind and bytes. reduced: dtype and elements of gradients. told: single numbers communicated.
         backwards: a 1 for each. before_last: the number of `reduced` before the last of these. in_ddp: a 1
         for each forward of a DDP module. means: how often one line ran backward on a mean, and its name.
-        clipped_early: a 1 if a backward came after clipping. copies: shapes of activations that were gathered
-        without gradients. inputs: their hashes, of each forward. labels: how many each mean was over.
+        inputs: their hashes, of each forward. labels: how many each mean was over.
         scaled: gradients at the step, relative to after backward; bystanders: of parameters that no optimizer
         has. idle: blocks whose trained parameters have no gradient. bad: units whose gradients were NaN or
         infinite before the reduction. bad_after: such parameters after it. tokens: shapes of inputs without
-        gradients. outside: all-gathers then. used, gathered: units, in order.
+        gradients. outside: all-gathers then. used, gathered: units, in order. Under the name of a finding:
+        what the sentence of its row is filled in with.
     """
 
     rank: int
@@ -44,6 +44,7 @@ class Facts:
     seen: list[dict[str, list[Any]]] = field(default_factory=list)
     places: dict[str, str] = field(default_factory=dict)  # lines of the script
     loaders: list[int] = field(default_factory=list)  # batches of each DataLoader before the first step
+    saved: list[str] = field(default_factory=list)  # files that torch.save wrote, after their host
     unseen: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # sentences of check_sharding
     kept: int = 0  # bytes of activations of one block
@@ -68,7 +69,8 @@ def judge(ranks: list[Facts]) -> list[dict[str, Any]]:
     said = [*dict.fromkeys(sentence for facts in ranks for sentence in facts.problems)]
     said += [facts.ended.strip().splitlines()[-1] for facts in ranks if facts.ended.startswith("Traceback")]
     for row in findings_table():
-        shown = [*getattr(evidence, row["id"], lambda: ())()]
+        own = getattr(evidence, row["id"], None)
+        shown = [*(own() if own else evidence.listed(row))]
         shown += [one for one in said if any(words in one for words in row.get("says", []))]
         if shown:
             places = [facts.places[row["at"]] for facts in ranks if row["at"] in facts.places]
@@ -77,7 +79,7 @@ def judge(ranks: list[Facts]) -> list[dict[str, Any]]:
 
 
 class Evidence:
-    """Each public method yields the evidence of the finding with its name, if there is any."""
+    """Each public method but `listed` yields the evidence of the finding with its name, if there is any."""
 
     def __init__(self, ranks: list[Facts]) -> None:
         self._ranks, self._model = ranks, ranks[0].model
@@ -87,6 +89,13 @@ class Evidence:
         """Yield the number of each step that all ranks have taken, and what each rank did in it, by name."""
         for number, steps in enumerate(zip(*(facts.seen for facts in self._ranks), strict=False), 1):
             yield number, *([step.get(name, []) for step in steps] for name in names)
+
+    def listed(self, row: dict[str, Any]) -> Iterator[str]:
+        """Yield the row's sentence, where the model or a step has a list under the finding's name."""
+        lists = [(number, steps[0]) for number, steps in self._each(row["id"])]
+        for number, some in [(0, self._model.get(row["id"])), *lists]:
+            if some:
+                yield row["seen"].format(*some, step=number, count=len(some))
 
     def _said(self, *words: str) -> Iterator[str]:
         """Yield the sentences of check_sharding in which one of the words is."""
@@ -157,14 +166,6 @@ class Evidence:
                         f"the gradients are {times} times those of the mean over all samples."
                     )
 
-    def copies_without_gradient(self) -> Iterator[str]:
-        for number, (shapes, *_) in self._each("copies"):
-            if shapes:
-                yield (
-                    f"Before the backward of step {number}, {len(shapes)} activations, such as one of "
-                    f"{shapes[0]}, were gathered into copies that carry no gradient."
-                )
-
     def same_epoch(self) -> Iterator[str]:
         if "epoch" in self._ranks[0].places:
             yield "A DistributedSampler that shuffles began its second epoch with the number of the first."
@@ -195,16 +196,24 @@ class Evidence:
         places = self._ranks[0].places
         if stream != ("stream" in places and "loader" not in places):
             return
+        inputs = [[one for step in facts.seen for one in step.get("inputs", [])] for facts in self._ranks]
+        if self._model.get("by_data"):
+            for _, same in self._shared([[str(one)] if one else [] for one in inputs]):
+                yield f"In each step {same} gave the model equal inputs."
+
+    def same_file(self) -> Iterator[str]:
+        for file, same in self._shared([facts.saved for facts in self._ranks]):
+            yield f"torch.save wrote {file} on {same}."
+
+    def _shared(self, had: list[list[str]]) -> Iterator[tuple[str, str]]:
+        """Yield what several ranks had, and their names."""
         # It imports torch, which showing a page need not.
         from fsdp_utils.distributed.agreement import rank_names
 
-        groups: dict[str, list[int]] = {}
-        for facts in self._ranks:
-            inputs = [one for step in facts.seen for one in step.get("inputs", [])]
-            if inputs and facts.model.get("by_data"):
-                groups.setdefault(str(inputs), []).append(facts.rank)
-        for same in (group for group in groups.values() if len(group) > 1):
-            yield f"In each step {rank_names(same)} gave the model equal inputs."
+        for one in dict.fromkeys(one for some in had for one in some):
+            ranks = [facts.rank for facts, some in zip(self._ranks, had, strict=True) if one in some]
+            if len(ranks) > 1:
+                yield one, rank_names(ranks)
 
     def unequal_samples(self) -> Iterator[str]:
         for lengths in zip(*(facts.loaders for facts in self._ranks), strict=False):
@@ -240,11 +249,6 @@ class Evidence:
                 factors = ", ".join(f"{scale:.3g}" for scale in scales)
                 yield f"Before step {number} {self._all} scaled their gradients by {factors}."
 
-    def clipped_early(self) -> Iterator[str]:
-        for number, clipped in self._each("clipped_early"):
-            if clipped[0]:
-                yield f"In step {number} gradients were clipped before a backward that belongs to it."
-
     def clip_of_all(self) -> Iterator[str]:
         if [*self._said("parameters that are not the sharded model's")]:  # which the optimizer should have
             return
@@ -264,30 +268,13 @@ class Evidence:
         yield from self._differing(hybrid=False)
 
     def _differing(self, *, hybrid: bool) -> Iterator[str]:
-        if self._model.get("hybrid_fsdp1") == hybrid and not [
-            *self._unsynced(),
-            *self.last_unsynced(),
-            *self.ddp_unfrozen(),
-        ]:
+        other = self._model.get("ddp_unfrozen") or [*self._unsynced(), *self.last_unsynced()]
+        if self._model.get("hybrid_fsdp1") == hybrid and not other:
             yield from self._said("Replicas of a parameter")
-
-    def ddp_unfrozen(self) -> Iterator[str]:
-        if len(self._ranks) > 1 and (names := self._model.get("unfrozen")):
-            yield (
-                f"{len(names)} parameters, such as {names[0]}, are trained, but were frozen when DDP wrapped "
-                "the model: their gradients are not reduced."
-            )
-
-    def tied_units(self) -> Iterator[str]:
-        yield from (f"{' and '.join(names)} were one parameter." for names in self._model.get("tied", []))
 
     def dropout_rng(self) -> Iterator[str]:
         if "without_rng" in self._ranks[0].places and self._model.get("drops"):
             yield "A checkpoint has preserve_rng_state=False, and the model has dropout."
-
-    def checkpoint_order(self) -> Iterator[str]:
-        if around := self._model.get("checkpoint_around", []):
-            yield f"{len(around)} checkpoint wrappers stand around FSDP units, such as {around[0]}."
 
     def big_activation(self) -> Iterator[str]:
         kept, shards = self._ranks[0].kept, sum(self._model.get("bytes", {}).values())
@@ -296,10 +283,6 @@ class Evidence:
                 f"Autograd keeps {kept / 2**20:.0f} MiB of one block; parameters, gradients and optimizer "
                 f"states of rank 0 are {shards / 2**20:.3g} MiB."
             )
-
-    def forward_of_part(self) -> Iterator[str]:
-        if parts := self._model.get("called_alone", []):
-            yield f"{len(parts)} units were called without the unit around them, such as {parts[0]}."
 
     def bad_gradients(self) -> Iterator[str]:
         for name in ("bad", "bad_after"):  # before the reduction, which gives them to all ranks, and after it

@@ -71,7 +71,7 @@ class Models:
         modules = [(name, one) for root in self.roots for name, one in root.named_modules()]
         held = {p for one in self.optimizers for p in params(one)}
         named = {p: plain_name(name) for root in self.roots for name, p in root.named_parameters()}
-        held_or_named = [*named] if self.roots else [*held]
+        at_hand = {*named, *held}  # an optimizer may hold float32 copies of the model's parameters
         sharded = [p for p in named if isinstance(p, DTensor)]
         ddps = [one for _, one in modules if isinstance(one, DDP)]
         in_ddp = {p for one in ddps for p in one.parameters()}
@@ -85,8 +85,8 @@ class Models:
         meshes += [one.process_group.size() * (of.size() if of else 1) for one, of in replicas.items()]
         states = [value for one in self.optimizers for value in tree_leaves([*one.state.values()])]
         tensors = {
-            "parameters": held_or_named,
-            "gradients": [p.grad for p in held_or_named],
+            "parameters": at_hand,
+            "gradients": [p.grad for p in at_hand],
             "optimizer states": [one for one in states if isinstance(one, Tensor)],
         }
         around = [(name, dict(one.named_children()).get(WRAPPED[1])) for name, one in modules]
@@ -95,9 +95,9 @@ class Models:
         trained += [size for one, size in fsdp1.items() if any(p.requires_grad for p in one.parameters())]
         # a module may have been wrapped once more
         by_ddp = [
-            (p, name in names) for one, names in frozen.items() for name, p in one.module.named_parameters()
+            (at, p, at in names) for one, names in frozen.items() for at, p in one.module.named_parameters()
         ]
-        reduced = {p for p, was_frozen in by_ddp if not was_frozen}
+        alone = held - {p for _, p, was_frozen in by_ddp if not was_frozen} if world_size > 1 else set()
         elements = sum(sizes) + sum(p.numel() for p in in_ddp)
         return {
             "wrapped": bool(self.roots),
@@ -106,35 +106,48 @@ class Models:
             "elements": elements if self.roots else sum(p.numel() for p in held),
             "trained": sum(trained),
             "left_out": [*self.left_out.values()],
+            "others": len(held - named.keys()),
             "optimizers": [type(one).__name__ for one in self.optimizers],
             "bytes": {name: sum(map(_nbytes, some)) for name, some in tensors.items()},
+            "by_rule": sum(local(p).numel() * (16 if p.requires_grad else 4) for p in named or held),
             "blocks": len(self.blocks),
             "parts": [unit.nbytes for unit in units if unit.name.startswith(inside)],
             # whether all ranks share all parameters, cut along one dimension
             "by_data": {*meshes} <= {world_size}
             and all(sum(one.is_shard() for one in p.placements) < 2 for p in sharded),
             "hybrid_fsdp1": any(replicas.values()),
-            "tied": [names for names in ties if len({unit_of.get(name, ROOT) for name in names}) > 1],
-            "checkpoint_around": [
+            "tied_units": [
+                " and ".join(names) for names in ties if len({unit_of.get(name, ROOT) for name in names}) > 1
+            ],
+            "checkpoint_order": [
                 plain_name(name) or ROOT for name, one in around if isinstance(one, FSDPModule | FSDP1)
             ],
-            "called_alone": [
+            "forward_of_part": [
                 plain_name(name)
                 for root in self.roots
                 if isinstance(root, FSDPModule)
                 for name, one in root.named_modules()
                 if one is not root and isinstance(one, FSDPModule) and fsdp2_is_root(one)
             ],
-            "unfrozen": [
+            "ddp_unfrozen": [
                 plain_name(name)
-                for one, names in frozen.items()
-                for name, p in one.module.named_parameters()
-                if name in names and p in held - reduced and p.requires_grad and p.grad is not None
+                for name, p, was_frozen in by_ddp
+                if was_frozen and p in alone and p.requires_grad and p.grad is not None
             ],
+            "frozen_adapters": [name for root in self.roots for name in _frozen_adapters(root)],
             "drops": any(isinstance(one, nn.Dropout) and one.p and one.training for _, one in modules),
             # Accelerate and the Trainer set it
             "fsdp_is_missing": os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not units,
         }
+
+
+def _frozen_adapters(root: nn.Module) -> list[str]:
+    """Name the parameters of peft's adapters if all are frozen, in a model that is not."""
+    layers = [(name, getattr(one, "adapter_layer_names", ())) for name, one in root.named_modules()]
+    begins = tuple(f"{name}.{layer}." for name, names in layers for layer in names)
+    adapters = [name for name, _ in root.named_parameters() if name.startswith(begins)]
+    trained = [name for name, p in root.named_parameters() if p.requires_grad]
+    return [*map(plain_name, adapters)] if trained and {*adapters}.isdisjoint(trained) else []
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

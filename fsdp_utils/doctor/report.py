@@ -8,7 +8,10 @@ from fsdp_utils.answers import explain
 from fsdp_utils.doctor.findings import SEVERITIES, Facts
 
 _MIB = 2**20
-_BLIND = "Not seen: the time of communication that computation does not hide, which takes a GPU; later steps"
+_BLIND = (
+    "Not looked at: evaluation, what is saved, resuming, the learning-rate schedule, what the loss means. "
+    "Not seen: the time of communication that computation does not hide, which takes a GPU; later steps"
+)
 _HTML = """<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="color-scheme" content="light dark"><title>{title}</title><style>
 body {{ font: 16px/1.5 system-ui; max-width: 60em; margin: 2em auto; padding: 0 1em }}
@@ -68,19 +71,22 @@ def _parts(result: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, str]]]
     yield f"{result['script']} on {counts}: {ends}", []
     if model := first.model:
         elements, by = f"{model['elements']:,}", ", ".join(model["optimizers"])
+        left_out, others = model["left_out"], model["others"]
         if model["wrapped"]:
             elements = f"{model['trained']:,} of {elements}"
         else:
             by += ", without FSDP or DDP"
         units = [(name, f"{size / _MIB:.3g} MiB, {words}") for name, size, words in model["units"]]
-        yield f"Trained: {elements} parameters by {by}", units
+        yield f"{'Require gradients' if left_out else f'Trained by {by}'}: {elements} parameters", units
         if model["fsdp_is_missing"]:
             yield "Accelerate was asked for FSDP, but shards nothing: it does so on accelerators alone", []
-        if left_out := model["left_out"]:
-            yield f"Require gradients, but no optimizer has them: {len(left_out)}, such as {left_out[0]}", []
-        held = ", ".join(f"{name} {size / _MIB:.3g} MiB" for name, size in model["bytes"].items())
-        share = model["elements"] * 16 / first.world_size / _MIB
-        yield f"Rank 0 holds {held}; 16 bytes a parameter, sharded, would be {share:.3g} MiB on each rank", []
+        if left_out:
+            text = f"Not in {by}: {len(left_out)} of their tensors, such as {left_out[0]}"
+            yield text + f"; but {others} others, perhaps float32 copies of them" * bool(others), []
+        held = " + ".join(f"{size / _MIB:.3g} MiB of {name}" for name, size in model["bytes"].items())
+        total, by_rule = sum(model["bytes"].values()) / _MIB, f"{model['by_rule'] / _MIB:.3g} MiB"
+        yield f"Rank 0 holds {held} = {total:.3g} MiB", []
+        yield f"In float32 under AdamW, 16 bytes a trained and 4 a frozen parameter: {by_rule} on rank 0", []
     if first.seen:
         sizes: dict[str, list[int]] = {}
         for kind, size in first.seen[-1].get("calls", []):

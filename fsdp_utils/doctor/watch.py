@@ -13,7 +13,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from os import PathLike
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -24,6 +26,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import get_total_norm
@@ -71,11 +74,11 @@ class Watch:
         self._frozen: Any = WeakKeyDictionary()  # names of parameters, as DDP wrapped their module, by DDP
         self._epochs: Any = WeakKeyDictionary()  # that were trained on, by sampler
         self._begun: Any = None  # a sampler that has begun an epoch, until the next backward
+        self._ahead: Any = None  # labels that are one token ahead, from a forward to the next loss
         self._gathered: list[Any] = []  # pairs of the copies and of what was sent, until the next backward
         self._means: list[Any] = []  # of each backward until the next step: the calls, and its takes_mean()
-        self._clipped: list[
-            Any
-        ] = []  # the calls of the last backward before each clipping until the next step
+        self._clipped: list[Any] = []  # calls of the last backward before each clipping until the next step
+        self._scaler: Any = None  # that has scaled a loss, until the gradients are unscaled
         self._others: list[Any] = []  # all-reduces outside of backward: dtype, elements, address
         self._sampled: dict[str, list[Any]] = {}  # parameters: "scaled" for those of the first optimizer ...
         self._norms: dict[str, list[float]] = {}  # of their gradients, as backward left them
@@ -117,6 +120,14 @@ class Watch:
         self._tell(torch.autograd, "backward", self._before_backward)
         self._tell(nn.utils, "clip_grad_norm_", self._clip)
         self._tell(FSDP1, "clip_grad_norm_", self._clip)
+        for scaler in (torch.amp.GradScaler, ShardedGradScaler):
+            self._tell(scaler, "scale", self._scale)
+            for name in (
+                "unscale_",
+                "get_scale",
+            ):  # a script that asks for the scale may multiply its limit by it
+                self._tell(scaler, name, lambda *_, **__: setattr(self, "_scaler", None))
+        self._tell(torch, "save", self._save)
         self._tell(DataLoader, "__iter__", self._loader)
         self._tell(DistributedSampler, "__iter__", self._epoch)
         self._tell(dist, "all_gather", self._gather)
@@ -216,6 +227,11 @@ class Watch:
             step["told"] += [float(x) for one in tensors for x in one.detach().flatten().tolist()]
 
     def _loss(self, _: Tensor, target: Tensor, *rest: Any, ignore_index: int = -100, **options: Any) -> None:
+        if self._ahead is not None:
+            again = [self._ahead[:, 1:], nn.functional.pad(self._ahead[:, 1:], (0, 1), value=ignore_index)]
+            if any(torch.equal(target.flatten(), one.flatten()) for one in again):
+                self._step["shifted_twice"] = [1]
+            self._ahead = None
         is_mean = not rest and options.get("reduction", "mean") == "mean"
         if is_mean and torch.is_grad_enabled() and not target.is_floating_point():
             self._note("loss")
@@ -279,6 +295,7 @@ class Watch:
         elif tensors and model.training:
             self._note("forward")
             self._step["inputs"] += filter(None, [digest(tensors)])
+            self._ahead = _ahead(kwargs.get("input_ids"), kwargs.get("labels"))
 
     def _before_backward(self, tensors: Any, *_: Any, **__: Any) -> Callable[..., None]:
         self._note("backward")
@@ -294,12 +311,22 @@ class Watch:
         for into, given in self._gathered:
             has_own = any(one.requires_grad for one in tree_leaves(into))  # put back in place of its copy
             if not has_own and not nodes.isdisjoint(_graph(given.grad_fn, depth=1)):
-                self._step["copies"].append(list(given.shape))
+                self._step["copies_without_gradient"].append(list(given.shape))
         self._gathered = []
         return self._after_backward
 
+    def _save(self, obj: Any, f: Any, *_: Any, **__: Any) -> None:
+        if isinstance(f, str | PathLike):
+            self._note("save")
+            self.facts.saved.append(f"{gethostname()}:{Path(f).absolute()}")
+
+    def _scale(self, scaler: torch.amp.GradScaler, *_: Any, **__: Any) -> None:
+        self._scaler = scaler if scaler.is_enabled() else None
+
     def _clip(self, *_: Any, **__: Any) -> None:
         self._note("clip")
+        if self._scaler is not None and (scale := self._scaler.get_scale()) != 1:
+            self._step["clipped_scaled"] = [scale]
         self._clipped.append(self._means[-1][0] if self._means else None)
 
     def _after_backward(self) -> None:
@@ -421,6 +448,15 @@ def _name(dtype: torch.dtype) -> str:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _ahead(inputs: Tensor | None, labels: Tensor | None) -> Tensor | None:
+    """Return the labels, if they are the next tokens: transformers' losses of language models shift them."""
+    if inputs is None or labels is None or inputs.shape != labels.shape or inputs.dim() != 2:
+        return None
+    kept = labels[:, :-1] != -100
+    own, following, given = (one[kept] for one in (inputs[:, :-1], inputs[:, 1:], labels[:, :-1]))
+    return labels if torch.equal(given, following) and not torch.equal(given, own) else None
 
 
 def _calls() -> tuple[tuple[int, int], ...]:

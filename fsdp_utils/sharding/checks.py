@@ -127,20 +127,20 @@ def _share(part: dict[str, int], whole: dict[str, int]) -> float:
 
 
 def _ties(wrapped: _Wrapped) -> Iterator[str]:
-    """Find tied weights in two units."""
-    unit_of = {name: unit for unit, sizes in wrapped.sizes.items() if unit for name in sizes}
+    """Find weights that transformers ties, but which are two parameters, and neither was replaced."""
+    found = {name: (size, unit) for unit, own in wrapped.sizes.items() for name, size in own.items()}
     pairs = {
         tuple(sorted((plain_name(prefix, target), plain_name(prefix, source))))
         for prefix, module in wrapped.model.named_modules()
-        # transformers: which names are one parameter. Under one unit only one of them is left.
         for target, source in getattr(module, "all_tied_weights_keys", {}).items()
     }
-    for a, b in sorted(pair for pair in pairs if unit_of.keys() >= {*pair}):
-        cure = "FSDP around a module that holds both" if unit_of[a].fsdp1 else "fully_shard([a, b])"
-        yield (
-            f"{a} and {b} are tied but in two units, {unit_of[a].name} and {unit_of[b].name}: each would "
-            f"train on its own. Leave both modules to the root's unit, or make them one unit: {cure}."
-        )
+    for a, b in sorted((a, b) for a, b in pairs if {a, b} <= found.keys() and found[a][0] == found[b][0]):
+        one, other = found[a][1], found[b][1]
+        are, cure = "two parameters", "After to_empty call model.tie_weights(), and wrap the model then."
+        if one and other and one is not other:
+            are = f"in two units, {one.name} and {other.name}"
+            cure += " Leave both to the root's unit, or make them one unit (FSDP2: fully_shard([a, b]))."
+        yield f"{a} and {b} are tied but {are}: each would train on its own. {cure}"
 
 
 def _rows(wrapped: _Wrapped) -> Iterator[str]:

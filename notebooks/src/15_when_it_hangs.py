@@ -638,7 +638,7 @@ def should_stop(loss, target):
 #   rank 1: all_reduce of float32[] by SUM, at train.py:34 `dist.all_reduce(spikes)`
 # ```
 #
-# It knows [29 faults](answers.md#findings-of-the-doctor), and each is tested on a script that has it and on
+# It knows [42 faults](answers.md#findings-of-the-doctor), and each is tested on a script that has it and on
 # one that has not. It sees no more than the steps that it runs.
 #
 # ## When it goes wrong

@@ -1,0 +1,37 @@
+"""DDP sums gradients in the parameters' bfloat16; AdamW trains float32 copies, which are copied back."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import Decoder, counting, next_token_loss, run, say, start
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def reduce_in_float32(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    work: Any = dist.all_reduce(bucket.buffer().float() / dist.get_world_size(), async_op=True)
+    return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
+def main(faulty: bool) -> None:
+    rank, _ = start()
+    model = DistributedDataParallel(Decoder().bfloat16())
+    if not faulty:
+        model.register_comm_hook(None, reduce_in_float32)
+    copies = [p.detach().float() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(copies, lr=1e-3)
+    for step, tokens in enumerate(counting(32, seed=rank).split(4)):
+        loss = next_token_loss(model(tokens), tokens)
+        loss.backward()
+        for p, copy in zip(model.parameters(), copies, strict=True):
+            copy.grad, p.grad = p.grad.float() if p.grad is not None else None, None
+        optimizer.step()
+        with torch.no_grad():
+            for p, copy in zip(model.parameters(), copies, strict=True):
+                p.copy_(copy)
+        say(step, loss)
+
+
+if __name__ == "__main__":
+    run(main)

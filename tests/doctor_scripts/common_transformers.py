@@ -1,0 +1,17 @@
+"""A small Llama of transformers."""
+
+from common import VOCABULARY
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def small_llama(*, tied: bool = False) -> LlamaForCausalLM:
+    """Build two layers; tied: the head has the embedding's weight."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config)
