@@ -9,9 +9,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CASES = [  # a program, the package that it misses, and the extra that has it
     ("from fsdp_utils import MemoryReport; MemoryReport.plot(None)", "cycler", "notebooks"),
-    ("from fsdp_utils import translate; translate('config.yaml')", "yaml", "notebooks"),
-    ("from fsdp_utils.lessons import lesson", "yaml", "notebooks"),
-    ("from fsdp_utils.lessons import recorded", "yaml", "notebooks"),
     ("from fsdp_utils.lessons import lesson", "IPython", "notebooks"),
     ("from fsdp_utils.lessons import recorded", "IPython", "notebooks"),
     ("from fsdp_utils.lessons import plots", "IPython", "notebooks"),
@@ -34,9 +31,6 @@ CASES = [  # a program, the package that it misses, and the extra that has it
         "train",
     ),
     ("from fsdp_utils.integrations import transformers", "transformers", "train"),
-    ("from fsdp_utils.answers import explain; explain('')", "yaml", "notebooks"),
-    ("command('translate', 'config.yaml')", "yaml", "notebooks"),
-    ("command('explain', 'config.json')", "yaml", "notebooks"),
     ("command('train', '--out', '.')", "jsonargparse", "train"),
     ("from fsdp_utils.integrations.lightning import *; MemoryCallback()", "lightning", "lightning"),
 ]

@@ -87,6 +87,14 @@ def test_a_plain_install_has_every_public_name(plain: Path, tmp_path: Path) -> N
     assert said[1:] == [f"{fsdp_utils.__version__} {fsdp_utils.__version__}"]
 
 
+def test_a_plain_install_explains_an_error(plain: Path, tmp_path: Path) -> None:
+    (tmp_path / "traceback.txt").write_text("ValueError: Cannot flatten integer dtype tensors")
+    with (tmp_path / "traceback.txt").open() as text:
+        command = [plain, "-m", "fsdp_utils", "explain"]
+        said = subprocess.run(command, stdin=text, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert said.stdout.startswith("cannot-flatten-integer-dtype")
+
+
 PAGES = (ROOT / "README.md").read_text() + (ROOT / "book/library.md").read_text()
 SNIPPETS = re.findall(r"^```python\n(.*?)^```$", PAGES, re.M | re.S)
 

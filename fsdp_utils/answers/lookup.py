@@ -1,12 +1,11 @@
 """Finds the messages of messages.yaml in a pasted traceback or in the log of a job."""
 
-import contextlib
 import functools
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdp_utils._extras import need
+import yaml
 
 TABLES = [Path(__file__).with_name(name) for name in ("messages.yaml", "questions.yaml", "parts.yaml")]
 MOST_CHARACTERS = 4_000_000  # of a log: more is cut off at its start, as errors stand at the end
@@ -49,14 +48,10 @@ class Answer(NamedTuple):
 def table() -> dict[str, Any]:
     """Return the tables as one, with the keys `messages`, `questions` and `parts`.
 
-    Raises:
-        ModuleNotFoundError: PyYAML is not installed; says how to install it.
-
     Example::
 
         print(len(table()["messages"]) > 100)  # True
     """
-    yaml = need("yaml", "notebooks")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
     return yaml.load("".join(file.read_text(encoding="utf-8") for file in TABLES), loader)
 
@@ -70,9 +65,6 @@ def explain(text: str) -> list[Answer]:
     Returns:
         What was found, the most specific message first and consequences of another rank's error last; empty
         where no message is known.
-
-    Raises:
-        ModuleNotFoundError: PyYAML is not installed; says how to install it.
 
     Example::
 
@@ -92,17 +84,16 @@ def explain(text: str) -> list[Answer]:
 
 
 def explained_in_a_line(text: str) -> str:
-    """Return one line that names the entry of an error's text, or "" where there is none or no PyYAML.
+    """Return one line that names the entry of an error's text, or "" where there is none.
 
     Example::
 
         line = explained_in_a_line("ValueError: Cannot flatten integer dtype tensors")
         print(line.split(" in ")[0])  # Explained: cannot-flatten-integer-dtype
     """
-    with contextlib.suppress(ModuleNotFoundError):
-        for first in explain(text)[:1]:
-            cure = first.cure.split(". ")[0].removesuffix(".")
-            return f"Explained: {first.id} in notebooks/answers.md, lesson {first.lesson}. {cure}."
+    for first in explain(text)[:1]:
+        cure = first.cure.split(". ")[0].removesuffix(".")
+        return f"Explained: {first.id} in notebooks/answers.md, lesson {first.lesson}. {cure}."
     return ""
 
 

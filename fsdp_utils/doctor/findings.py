@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fsdp_utils._extras import need
+import yaml
 
 TABLE = Path(__file__).with_name("findings.yaml")
 SEVERITIES = ("error", "warning", "advice")  # worst first
@@ -60,7 +60,7 @@ def findings_table() -> list[dict[str, Any]]:
 
         print(findings_table()[0]["id"])  # one_unit
     """
-    return need("yaml", "notebooks").safe_load(TABLE.read_text(encoding="utf-8"))
+    return yaml.safe_load(TABLE.read_text(encoding="utf-8"))
 
 
 def judge(ranks: list[Facts]) -> list[dict[str, Any]]:

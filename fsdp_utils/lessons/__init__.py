@@ -13,9 +13,9 @@ from fsdp_utils._extras import need
 
 # by module, the packages that it imports at its top: `from fsdp_utils.lessons import ...` names a missing one
 _NEEDS = {
-    "lesson": ("yaml", "IPython"),
+    "lesson": ("IPython",),
     "plots": ("matplotlib", "IPython"),
-    "recorded": ("yaml", "IPython"),
+    "recorded": ("IPython",),
     "sliders": ("matplotlib", "IPython"),
     "tasks": ("transformers",),
 }

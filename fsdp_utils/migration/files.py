@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp_utils._extras import need
+import yaml
+
 from fsdp_utils.migration.translation import TranslationError, shown
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # OmegaConf's ${section.key}; ${oc.env:NAME} stays as it is
@@ -70,8 +71,6 @@ def _content(path: Path) -> Any:
 
 
 def _yaml(text: str) -> Any:
-    yaml = need("yaml", "notebooks")
-
     class Loader(yaml.SafeLoader):
         aliases = 0
 
