@@ -14,7 +14,7 @@ WORLD, SAMPLES, EPOCHS = 2, 11, 2
 
 
 def loop() -> tuple[list[list[int]], float, set[type], bool]:
-    """A rank's samples by epoch, the clipped norm, the types in its state dict, and whether weights changed."""
+    """A rank's samples by epoch, the clipped norm, the state dict's types, whether weights changed."""
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(4, 4))
     before = model.weight.full_tensor().clone()
