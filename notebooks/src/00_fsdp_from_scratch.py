@@ -4,8 +4,9 @@
 # Your model trains on one GPU until its parameters, gradients and optimizer state no longer fit. FSDP, *fully
 # sharded data parallel*, trains it on several GPUs, each of which stores only a piece of all three. What does
 # it do in one training step? **FSDP gathers a layer's parameters just before the layer computes, frees them
-# afterwards, and averages each gradient into the piece that a GPU owns: each of N GPUs stores 1/N, and sends
-# 1.5 times as many bytes as if it stored all.** In PyTorch that takes four lines:
+# afterwards, and averages each gradient into the piece that a GPU owns. Between steps each of N GPUs stores
+# 1/N; it sends 1.5 times as many bytes as in DDP, where each GPU stores everything.** In PyTorch that takes four
+# lines:
 #
 # ```python
 # for layer in model:
@@ -22,29 +23,28 @@ from fsdp_utils.lessons import lesson, plots
 plots.life_of_a_unit(4)
 
 # %% [markdown]
-# This drawing follows one layer through one training step on four GPUs, one per row. A GPU is called by its
-# number, its *rank*, and each colour is a quarter of the layer's parameters. At rest each rank has its **shard**,
-# a quarter. For forward, and again for backward, it must **gather** all four; in between it can **free** the
-# other three. At the end the ranks **reduce** the gradients: each gets the average of its own quarter, which is
-# all that AdamW needs to update that quarter. You will use `fully_shard`, then write these four operations
-# yourself, and see that both do the same.
+# This drawing follows one layer through one training step on four GPUs, one per row. Each GPU has a number, its
+# *rank*, and each colour is a quarter of the layer's parameters. At rest each rank has its **shard**, a quarter.
+# For forward, and again for backward, it must **gather** all four; in between it can **free** the other three. At
+# the end the ranks **reduce** the gradients: each gets the average of its own quarter, which is all that AdamW
+# needs to update that quarter.
 
 # %% tags=["card"]
 lesson.card(
     0,
     learn="write the four operations of an FSDP step; shard your own model; know when its gradients are wrong",
     needs="a training loop in PyTorch that you could write; no GPU",
-    minutes=(1, 22, 24),
+    minutes=(1, 25, 20),
 )
 
 # %% [markdown]
 # ## The script
 #
-# The usual way to train on several GPUs is DDP, *distributed data parallel*: each process has a copy of the
-# whole model and trains on its own samples, and the gradients are averaged over the processes. FSDP does the
-# same, but stores less. This script trains one model with both. Look at two places: `shard`, which wraps the
-# model, and the line that makes the optimizer, which must come after it. (A `DTensor` is a parameter of which
-# this process has a piece.)
+# DDP, *distributed data parallel*, gives each process a copy of the whole model; each trains on its own samples,
+# and the gradients are averaged over the processes. FSDP does the same, but stores less. Look at two places:
+# `shard`, which wraps the model, and the line that makes the optimizer, which must come after it. After sharding,
+# each parameter is a `DTensor`: a tensor of which this process holds a piece, `to_local()`. DDP copies rank 0's
+# weights to all, `fully_shard` does not: hence the seed before the model.
 #
 # Save it as `train.py`, then run `torchrun --nproc-per-node 4 train.py`. It takes four GPUs, or the CPU where
 # there is none; with fewer than four, put `CUDA_VISIBLE_DEVICES=""` in front.
@@ -62,18 +62,15 @@ lesson.card(
 # dist.init_process_group("nccl" if device == "cuda" else "gloo")
 # if device == "cuda":
 #     torch.cuda.set_device(dist.get_node_local_rank())      # each process has its own GPU
-# mesh = init_device_mesh(device, (dist.get_world_size(),))  # all processes share it; else a Mac takes its GPU
-#
+# mesh = init_device_mesh(device, (dist.get_world_size(),))  # all processes; the default takes a Mac's GPU
 #
 # def shard(model):
 #     for layer in model:                                    # each layer is gathered and freed by itself
 #         fully_shard(layer, mesh=mesh)
 #     return fully_shard(model, mesh=mesh)                   # the model comes last
 #
-#
 # def nbytes(tensor):                                        # of a DTensor, the bytes of this process's piece
 #     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
-#
 #
 # for name, prepare in [("DDP", DistributedDataParallel), ("fully_shard", shard)]:
 #     torch.manual_seed(0)                                   # the same weights in every process
@@ -102,8 +99,8 @@ lesson.card(
 #
 # The losses are equal, because both train the same model on the same samples. The bytes are not. The model has
 # 526,336 parameters in float32, and training takes 16 bytes for each: 4 for the parameter, 4 for its gradient,
-# and 8 for the two averages that AdamW keeps. Under DDP each process stores all of that, 8,224 KiB, plus the
-# buffers from which DDP sends gradients, which the script does not count. Under FSDP it stores a quarter.
+# and 8 for the two averages that AdamW keeps. Under DDP each process stores all of that (without
+# DDP's buffers), under FSDP a quarter.
 #
 # The same sum tells you **when you need FSDP**. For a model of 8 billion parameters, 16 bytes each are 119 GiB,
 # more than a GPU of 80 GB has; over 8 GPUs it is 15 GiB on each. Leave room for the layers that are gathered at
@@ -112,15 +109,13 @@ lesson.card(
 #
 # ## Two collectives
 #
-# The ranks exchange data by **collectives**, operations that all of them call together. They do so within a
-# **process group**, for which `gloo` moves the bytes between CPUs, or NCCL between NVIDIA GPUs; the number of
-# ranks is the **world size**. FSDP needs two collectives, one to gather and one to reduce:
+# The ranks exchange data by **collectives**, operations that all of them call together. `gloo` moves the bytes
+# between CPUs, NCCL between NVIDIA GPUs; the number of ranks is the **world size**. FSDP needs two collectives:
 #
 # - `all_gather` takes one piece from each rank, and gives every rank all the pieces, in the ranks' order.
 # - `reduce_scatter` takes a full tensor from each rank, adds these up, and gives each rank a piece of the sum.
 #
-# `ranks.start()` starts four processes behind this notebook, and a cell that begins with `%%ranks` runs in all of
-# them. The comments give the shapes.
+# `ranks.start()` starts four processes behind this notebook; a cell that begins with `%%ranks` runs in all.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -150,31 +145,21 @@ print(f"reduce_scatter: {own.tolist()} -> {mine.tolist()}")
 
 # %% [markdown]
 # After `all_gather`, every rank has the same eight numbers, two from each. For `reduce_scatter`, read the four
-# long lists from top to bottom: their first two columns add up to 0 and 10, which rank 0 gets, and rank 1 gets
-# the sums of the next two.
+# long lists from top to bottom: their first two columns add up to 0 and 10, which rank 0 gets.
 #
 # ## Your turn 1 · Shard, gather, reduce
 #
-# Write three of the four operations, for one flat tensor; free is for turn 2. `torch`, `dist`, `F`, `rank` and
-# `world` are given.
+# Write three of the four operations, for one flat tensor, with the names of the cell above; free is for turn 2.
 #
 # - `shard(flat)` returns this rank's piece. All pieces must be equally long, so first append zeros, but no more
 #   than needed. The piece must own its memory, so that the full tensor can be freed.
 # - `gather(piece)` returns the full tensor, with its zeros, on every rank.
 # - `reduce(grad)` gets a full gradient, which differs from rank to rank. It returns this rank's piece of the
-#   **mean** over the ranks.
+#   **mean** over the ranks. The row “reduced gradient, of the mean” is your result, divided by the right one.
 #
-# The turn tries `shard` with 17 numbers and with 16: on four ranks, a piece then has 5 numbers, or 4. The row
-# “reduced gradient, of the mean” is your result, divided by the right one.
-#
-# <details><summary>Hint: the zeros</summary>
+# <details><summary>Hint</summary>
 #
 # `-len(flat) % world` zeros are missing, none where the length divides. `F.pad(flat, (0, n))` appends n of them.
-#
-# </details>
-#
-# <details><summary>Hint: the memory</summary>
-#
 # `chunk` returns views, and a view keeps the memory of the whole tensor alive.
 #
 # </details>
@@ -313,70 +298,48 @@ def gather(piece):
 def reduce(grad):
     return DTensor.from_local(grad, mesh, [Partial()]).redistribute(mesh, [Shard(0)]).to_local() / world
 # %% tags=["wrong"] turn=1 says="clone it"
-def shard(flat):
-    return F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank]
+shard = lambda flat: F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank]
 gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
 # %% tags=["wrong"] turn=1 says="pad before you cut"
-def shard(flat):
-    return flat[: len(flat) // world * world].chunk(world)[rank].clone()
+shard = lambda flat: flat[: len(flat) // world * world].chunk(world)[rank].clone()
 gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
 # %% tags=["wrong"] turn=1 says="pad to the next multiple"
-def shard(flat):
-    return F.pad(flat, (0, world)).chunk(world)[rank].clone()
+shard = lambda flat: F.pad(flat, (0, world)).chunk(world)[rank].clone()
 gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
 # %% tags=["wrong"] turn=1 says="append no zeros"
-def shard(flat):
-    return F.pad(flat, (0, world - len(flat) % world)).chunk(world)[rank].clone()
+shard = lambda flat: F.pad(flat, (0, world - len(flat) % world)).chunk(world)[rank].clone()
 gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
 # %% tags=["wrong"] turn=1 says="other elements than"
-def shard(flat):
-    return flat.new_zeros(-(-len(flat) // world))
-gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
-# %% tags=["wrong"] turn=1 says="other elements than"
-def shard(flat):
-    return F.pad(flat, (0, -len(flat) % world)).chunk(world)[0].clone()
-gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
-# %% tags=["wrong"] turn=1 says="other elements than"
-def shard(flat):
-    return F.pad(flat, (0, -len(flat) % world))[rank::world].clone()
-gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
-# %% tags=["wrong"] turn=1 says="other elements than"
-def shard(flat):
-    return F.pad(flat, (-len(flat) % world, 0)).chunk(world)[rank].clone()
+shard = lambda flat: F.pad(flat, (0, -len(flat) % world))[rank::world].clone()
 gather, reduce = torch.clone, lambda grad: grad.chunk(world)[rank]
 # %% tags=["wrong"] turn=1 says="larger than the mean"
-def shard(flat):
-    return F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank].clone()
+shard = lambda flat: F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank].clone()
 gather, reduce = torch.clone, lambda grad: world * grad.chunk(world)[rank]
 # %% tags=["wrong"] turn=1 says="No reduce_scatter"
-def shard(flat):
-    return F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank].clone()
+shard = lambda flat: F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank].clone()
 gather, reduce = torch.clone, lambda grad: dist.all_reduce(grad) or grad.chunk(world)[rank] / world
 # %% tags=["wrong"] turn=1 says="`gather` returned a list"
-def shard(flat):
-    return F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank].clone()
+shard = lambda flat: F.pad(flat, (0, -len(flat) % world)).chunk(world)[rank].clone()
 gather, reduce = (lambda piece: [piece] * world), torch.clone
 
 # %% [markdown]
-# `reduce`, then `gather`, would give every rank the mean of all gradients: DDP's collective, `all_reduce`, is the
-# two in one. FSDP stops after `reduce`, because a rank updates its own piece only.
+# `reduce`, then `gather`, is DDP's collective, `all_reduce`. FSDP stops after `reduce`, because a rank updates its
+# own piece only.
 #
 # ## A layer on gathered weights
 #
-# Now a layer has to compute with these operations, and autograd has to follow.
+# A layer that computes with these operations needs its full parameters, but the optimizer must see only the
+# shard. So the full parameters must come from the shard by an operation that autograd can differentiate. That is
+# `Gather` below: its forward is an `all_gather`, and its backward a `reduce_scatter`, which turns the gradient of
+# the full parameters into that of the shard. Autograd calls it once that gradient is complete, and then the
+# layer's input gradient is complete too, so `backward` can also free the parameters.
 #
-# First, the layer needs its full parameters, but the optimizer must see only the shard. So the full parameters
-# must come from the shard by an operation that autograd can differentiate. That is `Gather` below: its forward
-# is an `all_gather`, and its backward a `reduce_scatter`, which turns the gradient of the full parameters into
-# that of the shard. Autograd calls it once that gradient is complete, so it can also free the parameters.
-#
-# Second, the full parameters must be freed after use, although autograd has saved them for backward. The bytes
-# of a tensor lie in its *storage*, and `resize_(0)` gives those back while the tensor itself stays. So `free`
-# empties the storage, and `gather` fills it again before anybody reads it. Autograd would object, because it
-# refuses a saved tensor that was changed since. So it gets `full.data`: the same storage, but changes of `full`
-# are not counted for it.
-#
-# What is gathered and freed together is called a **unit**. Here each layer is a unit.
+# They must be freed although autograd has saved them for backward. The bytes of a tensor lie in its *storage*,
+# and `resize_(0)` gives those back while the tensor itself stays. So `free` empties the storage, and `gather`
+# fills it again before backward reads it. Autograd would raise an error: each tensor has a *version counter*,
+# which an in-place write moves on, and autograd refuses a saved tensor whose counter has moved. So `Gather`
+# returns `full.data`, which has the same storage but its own counter. What is gathered and freed together is a
+# **unit**: here, each layer.
 
 # %%
 # %%ranks
@@ -388,7 +351,7 @@ class Gather(torch.autograd.Function):
     def forward(ctx, shard, unit):                              # [m]
         ctx.unit = unit
         unit.gather()
-        return unit.full.data                                   # [m * world]; refills are no changes of it
+        return unit.full.data                                   # [m * world]; its own version counter
 
     @staticmethod
     def backward(ctx, grad):                                    # [m * world], from this rank's samples
@@ -424,11 +387,12 @@ class Unit:
 
 
 # %% [markdown]
-# Follow `__call__` once. It gathers one flat tensor, cuts it into the layer's parameters, and runs the layer
-# with them: `functional_call(layer, parameters, x)` computes `layer(x)` as if these were its own.
+# `Unit.__call__` gathers one flat tensor, cuts it into the layer's parameters, and runs the layer with them:
+# `functional_call(layer, parameters, x)` computes `layer(x)` as if these were its own.
 #
-# Does it train? A folded cell defines `build`, three blocks and a last layer; `train`, twenty steps of 24
-# handwritten digits, of which each rank takes its share; and `through(units)`, the forward through all units.
+# Does it train? A folded cell defines `build`, three blocks (a LayerNorm and two Linears each, 130 KiB) and a last
+# layer (2.5 KiB); `train`, twenty steps of 24 handwritten digits, of which each rank takes its share; and
+# `through(units)`, the forward through all units. The plain model trains in one process, the units on four ranks.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -454,12 +418,12 @@ def build(blocks=3):
     return nn.Sequential(*[Block() for _ in range(blocks)], nn.Linear(64, 10)).to(device)
 
 
-def train(forward, parameters, rank=rank, world=world, steps=20):
+def train(forward, parameters, rank=rank, world=world, steps=20, factor=1):
     optimizer, losses = torch.optim.AdamW(parameters), torch.zeros(steps, device=device)
     for step in range(steps):
         rows = torch.arange(24 * step, 24 * step + 24, device=device).chunk(world)[rank]    # this rank's share
         loss = F.cross_entropy(forward(images[rows]), labels[rows])
-        loss.backward()
+        (factor * loss).backward()
         optimizer.step()
         optimizer.zero_grad()
         losses[step] = loss.detach() / world
@@ -476,9 +440,6 @@ def through(units):
     return forward
 
 
-# %% [markdown]
-# First the plain model trains in one process, then the units do on four ranks.
-
 # %% tags=["equality"]
 # %%ranks
 model = build()
@@ -490,17 +451,14 @@ for name, losses in {"one process": alone, "by hand": by_hand}.items():
 torch.testing.assert_close(by_hand, alone, rtol=1e-4, atol=1e-4)
 
 # %% [markdown]
-# The losses are the same (the cell asserts all twenty, up to rounding), although each rank updated only its
-# quarter of the parameters. But how long does a rank hold the full ones? `Meter`, a helper of these lessons,
-# watches one step: it counts the collectives, and the bytes of gathered parameters after each operation.
+# The losses are the same (all twenty, asserted), although each rank updated only its quarter of the parameters.
+# But how long does a rank hold the full ones? `Meter`, a helper of these lessons, counts the collectives of one
+# step, and the bytes of gathered parameters after each operation.
 
 # %%
 # %%ranks
-from fsdp_utils.lessons.meter import Meter
-
-
 def measure(forward, held):
-    with Meter(held) as meter:
+    with Meter(held) as meter:                                  # held: tensors that the rank has already
         loss = F.cross_entropy(forward(images[:6]), labels[:6])
         meter.in_forward = len(meter.whole_bytes)               # operations so far, for the figure
         loss.backward()
@@ -515,15 +473,14 @@ print(f"{kept.all_gathers} all-gathers, {kept.reduce_scatters} reduce-scatters; 
 # %% [markdown]
 # Each of the four units is gathered and reduced once. The gradients and AdamW's averages, 12 of the 16 bytes, are
 # sharded already. The parameters are not: nothing is freed between a block's forward and its backward, so in the
-# middle of the step every rank holds those of the **whole model**. If they do not fit on one GPU, this will not
-# run either.
+# middle of the step every rank holds those of the **whole model**.
 #
 # ## Your turn 2 · Free, and gather again
 #
 # Write a unit whose full parameters exist only while they are used: free them after the layer's forward, and
-# gather them again just before its backward. `self.free()` and `self.gather()` do the work; you decide when.
-# `y.register_hook(f)` helps: it calls `f(grad)` as soon as the gradient of `y` is known, before the layer that
-# made `y` needs its parameters. Your target: no rank holds more than one block (130 KiB), with the same losses.
+# gather them again just before its backward. `y.register_hook(f)` helps: it calls `f(grad)` as soon as the gradient
+# of `y` is known, before the layer that made `y` needs its parameters. Your target: no rank holds more than one
+# block (130 KiB), with the same losses.
 #
 # <details><summary>Hint</summary>
 #
@@ -538,7 +495,16 @@ MISTAKES = {
     "storage of size 0": "Backward read the full parameters while they were freed: a hook on `y` has to gather "
     "them, and nothing may free them before the layer's backward is over.",
     "takes 1 positional argument": "A hook gets one argument, the gradient: pass a `lambda`, not `self.gather`.",
+    "'NoneType' object is not callable": "`register_hook` got None: pass a function, not the result of a call.",
 }
+
+
+class Freed(Unit):                              # turn 2's solution, for the figure after it
+    def __call__(self, x):
+        y = super().__call__(x)
+        self.free()
+        y.register_hook(lambda grad: self.gather())
+        return y
 
 
 @turn(2, {
@@ -609,10 +575,7 @@ class MyUnit(Unit):
 class MyUnit(Unit):
     def __call__(self, x):
         y = super().__call__(x)
-        def again(grad):
-            self.gather()
-            return grad
-        y.register_hook(again)
+        y.register_hook(lambda grad: self.gather() or grad)
         self.free()
         return y
 # %% tags=["wrong"] turn=2 says="isn't freed"
@@ -632,12 +595,6 @@ class MyUnit(Unit):
         self.free()
         y.register_hook(lambda grad: self.full.untyped_storage().resize_(self.full.nbytes).fill_(0) and None)
         return y
-# %% tags=["wrong"] turn=2 says="a hook on `y` has to gather"
-class MyUnit(Unit):
-    def __call__(self, x):
-        y = super().__call__(x)
-        self.free()
-        return y
 # %% tags=["wrong"] turn=2 says="nothing may free them"
 class MyUnit(Unit):
     def __call__(self, x):
@@ -652,6 +609,13 @@ class MyUnit(Unit):
         self.free()
         y.register_hook(self.gather)
         return y
+# %% tags=["wrong"] turn=2 says="not the result of a call"
+class MyUnit(Unit):
+    def __call__(self, x):
+        y = super().__call__(x)
+        self.free()
+        y.register_hook(self.gather())
+        return y
 # %% tags=["wrong"] turn=2 says="is a `return` missing"
 class MyUnit(Unit):
     def __call__(self, x):
@@ -660,20 +624,19 @@ class MyUnit(Unit):
         y.register_hook(lambda grad: self.gather())
 
 # %% [markdown]
-# Your step is now the one in the drawing at the top. It has a **price**: each unit is gathered twice and its
-# gradients are reduced once, so the model passes through the network three times in a step. Under DDP it is
-# twice, as an `all_reduce` is one of each. So FSDP sends 1.5 times as many bytes, if all is float32 and the
-# collectives use the usual ring algorithms. GPUs can send much of it while they compute: see
-# [lesson 4](04_backward_prefetch.ipynb).
+# Your step is now the one in the drawing at the top. Its **price**: each unit is gathered twice and its gradients
+# are reduced once, so the model passes through the network three times in a step. Under DDP it is twice, as an
+# `all_reduce` is one of each: hence the 1.5, if all is float32 and the collectives use the usual ring algorithms.
+# GPUs can send much of it while they compute: see [lesson 4](04_backward_prefetch.ipynb).
 #
 # ## PyTorch's own
 #
 # `fully_shard`, also called FSDP2, replaces each parameter of a layer by a shard, and adds hooks that gather,
-# free and reduce as you did. The last call, on the model, makes the model the outermost unit, the **root**. A
-# root's own parameters (here it has none) are not freed after forward, because backward needs them first.
-# Without the last call each layer would be a root, and none would be freed. You can ask for that, too, with
-# `reshard_after_forward=False`: one gather per step instead of two, for the memory of the whole model. The next
-# cell measures both settings.
+# free and reduce as you did. The last call makes the model the outermost unit, the **root**. A root's own
+# parameters (here it has none) are not freed after forward, because backward usually needs them first. Without
+# the last call each layer would be a root, and all would stay full until backward has used them. You can ask for
+# that, too, with `reshard_after_forward=False`: one gather per step instead of two, for the memory of the whole
+# model. The next cell measures both settings beside your units.
 
 # %% tags=["meter"]
 # %%ranks
@@ -687,7 +650,8 @@ def shard_layers(model, **options):
 
 
 settings = {"fully_shard, kept": {"reshard_after_forward": False}, "fully_shard": {}}
-meters = {"by hand, kept": kept}
+freed = [Freed(layer) for layer in build()]                     # Freed: the solution of turn 2
+meters = {"by hand, kept": kept, "by hand, freed": measure(through(freed), [unit.shard for unit in freed])}
 for name, options in settings.items():
     model = shard_layers(build(), **options)
     torch.testing.assert_close(train(model, model.parameters()), alone, rtol=1e-4, atol=1e-4)
@@ -695,6 +659,7 @@ for name, options in settings.items():
 for name, m in meters.items():
     counts = f"{m.all_gathers} all-gathers, {m.reduce_scatters} reduce-scatters"
     print(f"{name:18} {counts}, at most {m.peak_whole_bytes / 2**10:.0f} KiB of full parameters")
+del meters["fully_shard, kept"]                                 # it would look like the first
 curves = {name: m.whole_bytes for name, m in meters.items()}
 
 # %%
@@ -702,14 +667,15 @@ begins = ranks.get("[m.in_forward for m in meters.values()]")[0]
 plots.alive(ranks.get("curves")[0], whole_model=ranks.get("model_bytes")[0], forward=begins)
 
 # %% [markdown]
-# The losses are again those of one process (asserted), with the collectives of your units: four gathers where
-# parameters are kept, eight where they are freed. Kept, the whole model exists at once, all 392 KiB. Freed, at
-# most 260 KiB do: two blocks, where turn 2 needs one. The third panel shows when. In forward one block exists at
-# a time; in backward `fully_shard` gathers the next block before the present one computes, so that a GPU need
-# not wait for it.
+# The losses are again those of one process (asserted), with your units' collectives: four gathers where parameters
+# are kept, eight where they are freed. Kept, the whole model exists at once, 392 KiB. Freed by hand, one block
+# does (the slivers beside the vertical line are the last layer); freed by `fully_shard`, two. The third panel shows
+# when. In forward the full parameters of one block exist at a time; in backward `fully_shard` gathers the next
+# block, still in a buffer, before the present one computes, so that a GPU need not wait for it.
 #
-# Two blocks are most of this model, but only because it has three. The next cell measures deeper ones, in its
-# last row with the buffers in which the pieces arrive. What is left with 32 blocks?
+# The next cell measures deeper models. Its last row adds
+# the buffers that have been copied out and are not freed yet: in forward `fully_shard` keeps one until the next
+# block has arrived. What is left with 32 blocks?
 
 # %% tags=["depth"]
 # %%ranks
@@ -726,14 +692,14 @@ for name, found in shares.items():
     print(f"{name:32}", *(f"{share:5.0%}" for share in found))
 
 # %% [markdown]
-# **The deeper the model, the more FSDP saves**: `fully_shard` needs two blocks, three with the buffers, however
-# many there are. Of 32 that is 6%, or 9%, beside the quarter that a rank stores. Smaller units save more:
+# **The deeper the model, the more FSDP saves**: `fully_shard` gathers two blocks at most, three with the buffers,
+# however many there are: of 32 that is 6%, or 9%, beside the quarter that a rank stores. Backward adds one block's
+# full gradient and the buffer from which it is reduced, so allow for four blocks. Smaller units save more:
 # [lesson 1](01_transformer_wrapper.ipynb) chooses them.
 #
 # ## How do you know that it worked?
 #
-# Look at a parameter, which should be a `DTensor`. Then ask `check_sharding`, which lists the mistakes that it
-# finds.
+# Look at a parameter, which should be a `DTensor`, then ask `check_sharding`, which lists mistakes.
 
 # %%
 # %%ranks
@@ -744,90 +710,75 @@ print(type(weight).__name__, tuple(weight.shape), "of which this rank holds", tu
 print("mistakes:", check_sharding(model))
 
 # %% [markdown]
-# Each rank holds a quarter of the rows, and no mistake was found. In your script, call it on all ranks, as
-# `check_sharding(model, optimizer)`: then it also notices an optimizer that holds other parameters. (FSDP1 cuts
-# as `Unit` does: [lesson 13](13_from_fsdp1_to_fsdp2.ipynb) draws both ways.)
+# Each rank holds a quarter of the rows, and no mistake was found. In your script (after `pip install .` in this
+# repository's folder), call it on all ranks, as `check_sharding(model, optimizer)`: then it also notices an
+# optimizer that holds other parameters.
+#
+# ## In your loop
+#
+# | on one GPU | with FSDP |
+# | :-- | :-- |
+# | `AdamW(model.parameters())` | the same, after sharding |
+# | `DataLoader(data, shuffle=True)` | `DataLoader(data, sampler=sampler)` with `sampler = DistributedSampler(data)`, and `sampler.set_epoch(epoch)` before each epoch |
+# | `clip_grad_norm_(model.parameters(), 1.0)` | the same; it returns a DTensor: `.full_tensor()`, called on all ranks, is the norm ([lesson 10](10_end_to_end.ipynb)) |
+# | `loss.item()` | first average over the ranks, as in the script |
+# | `torch.save(model.state_dict(), path)` | holds shards: [lesson 3](03_full_state_dict.ipynb) saves one file, [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb) saves to resume |
 #
 # ## When the losses are not equal
 #
-# So far FSDP's losses were those of one process, but that depends on you. FSDP takes the **mean over the
-# ranks**, so each rank's gradient counts the same. That is right if all ranks have equally many samples, and
+# So far FSDP's losses were those of one process, but that depends on you. FSDP, like DDP, takes the **mean over
+# the ranks**, so each rank's gradient counts the same. That is right if all ranks have equally many samples, and
 # each rank's loss is a mean over independent samples. Otherwise the gradients are wrong, and no error says so.
 #
-# The next cell tries five cases, one of them on three sets of samples. `compare` trains twice on 24 samples, in
-# one process and with `fully_shard`. It prints how far the first gradient is from the right one, relative to its
-# size, and the loss after twenty steps. With unequal shares, rank 0 has 18 samples and the others have 2 each.
+# The next cell prints how far the gradient of 24 samples is from that of one process, relative to its size. The
+# first rows make the shares more and more unequal. How small a difference matters, and is DDP any better?
 
 # %% tags=["unequal"]
 # %%ranks
-equal = torch.arange(24, device=device).chunk(world)
-unequal = torch.arange(24, device=device).split([24 - 2 * (world - 1)] + [2] * (world - 1))
+from torch.nn.parallel import DistributedDataParallel
+
+every, each, extreme = torch.arange(24, device=device), 24 // world, [24 - 2 * (world - 1)] + [2] * (world - 1)
+equal, milder = [each] * world, [each + 1, *[each] * (world - 2), each - 1]
 mean, total = F.cross_entropy, nn.CrossEntropyLoss(reduction="sum")
 
 
-def weighted(logits, y):
-    return mean(logits, y) * len(y) * world / 24
+def gradient(rows, loss_of, norm, wrap):
+    model = wrap(nn.Sequential(norm(64), *build()).to(device))
+    loss_of(model(images[rows]), labels[rows]).backward()
+    grads = [p.grad.full_tensor() if wrap is shard_layers else p.grad for p in model.parameters()]
+    return torch.cat([grad.flatten() for grad in grads])
 
 
-def train_on(rows, loss_of, norm, sharded):                     # -> the first gradient, the trained model
-    model = nn.Sequential(norm(64), *build()).to(device)
-    for part in [*model[1:], model] if sharded else []:
-        fully_shard(part)
-    optimizer, first = torch.optim.AdamW(model.parameters()), None
-    for _ in range(20):
-        loss_of(model(images[rows]), labels[rows]).backward()
-        if first is None:
-            grads = [p.grad.full_tensor() if sharded else p.grad for p in model.parameters()]
-            first = torch.cat([grad.flatten() for grad in grads])
-        optimizer.step()
-        optimizer.zero_grad()
-    return first, model
+def compare(name, sizes, loss_of=mean, reference=mean, norm=nn.Identity):
+    right, rows = gradient(every, reference, norm, nn.Sequential), every.split(sizes)[rank]
+    found = [gradient(rows, loss_of, norm, wrap) for wrap in (DistributedDataParallel, shard_layers)]
+    print(f"{name:22}", *(f"{(grad - right).norm() / right.norm():5.0%}" for grad in found))
 
 
-def compare(name, shares, loss_of=mean, reference=mean, norm=nn.Identity):
-    every = torch.cat(shares)                                   # what one process trains on
-    found = []
-    for rows, loss, sharded in ((every, reference, False), (shares[rank], loss_of, True)):
-        gradient, model = train_on(rows, loss, norm, sharded)
-        found.append((gradient, mean(model(images[every]), labels[every]).item()))
-    (right, loss_right), (gradient, loss) = found
-    apart = float((gradient - right).norm() / right.norm())
-    if rank == 0:
-        print(f"{name:26} gradient off by {apart:4.0%}, loss {loss:.3f} instead of {loss_right:.3f}")
-    return apart, loss / loss_right
-
-
-off = [
-    compare("equal shares", equal),
-    compare("unequal shares", unequal),
-    compare("unequal, other samples", [rows + 100 for rows in unequal]),
-    compare("unequal, yet others", [rows + 500 for rows in unequal]),
-    compare("unequal, weighted", unequal, weighted),
-    compare("sum over the samples", equal, total, total),
-    compare("BatchNorm", equal, norm=nn.BatchNorm1d),
-]
-
-# %% tags=["check"]
-# %%ranks
-apart, higher = zip(*off)
-assert max(apart[0], apart[4]) < 1e-4
-assert min(*apart[1:4], apart[6]) > 0.05
-assert abs(apart[5] - (1 - 1 / world)) < 1e-3
-assert min(higher[1:4]) > (3 if world == 4 else 1)
-for of_blocks, name in ((2, "fully_shard"), (3, "fully_shard, with its buffers")):
-    for blocks, share in zip(depths, shares[name]):             # so many blocks, whatever the depth
-        assert abs(share * blocks / of_blocks - 1) < 0.05, (name, blocks, share)
+print("gradient off by, with    DDP  FSDP")
+steeper = [[24 - n * (world - 1)] + [n] * (world - 1) for n in range(each - 1, 2, -1)]
+for sizes in (equal, milder, *steeper, extreme):
+    compare("/".join(map(str, sizes)), sizes)
+compare("the last, weighted", extreme, lambda logits, y: mean(logits, y) * len(y) * world / 24)
+compare("sum over the samples", equal, total, total)
+compare("BatchNorm", equal, norm=nn.BatchNorm1d)
+one, four = build(), shard_layers(build())
+right = train(one, one.parameters(), rank=0, world=1, factor=24)                    # the sum of 24 samples
+found = train(four, four.parameters(), factor=each)                                 # and of each rank's
+print(f"sum: after 20 steps the loss is {found[-1]:.3f}, in one process {right[-1]:.3f}")
 
 # %% [markdown]
-# - **Unequal shares**: a sample counts nine times as much on a rank with 2 as on the one with 18. After twenty
-#   steps the loss is ten times as high, and eight and four times with other samples. The cure is the factor in
-#   `weighted`: the rank's samples times the world size, divided by all samples. For a language model, count
-#   tokens ([lesson 10](10_end_to_end.ipynb)).
-# - **A sum over the samples**: FSDP divides it by 4, so the gradient is 75% off. The cure is to multiply the
-#   loss by the world size. The loss is right even without it, because AdamW divides by the size of the
-#   gradients; with SGD it would not be. So equal losses do not prove equal gradients.
+# The two columns are equal: what goes wrong here goes wrong with DDP, too.
+#
+# - **Unequal shares**: one sample on another rank puts the gradient 9% off, because a sample counts less the more
+#   of them its rank has. `DistributedSampler` prevents this, for which it may repeat a few samples. Otherwise
+#   multiply the loss by `len(y) * world`, divided by all ranks' samples. For a language model, count tokens
+#   ([lesson 10](10_end_to_end.ipynb)).
+# - **A sum over the samples**: FSDP divides it by 4, so the gradient is 75% off. The cure is to multiply the loss
+#   by the world size. The last line's loss is right without it, because AdamW divides by the size of the gradients; with
+#   SGD it would not be. So equal losses do not prove equal gradients.
 # - **BatchNorm** normalises a sample by the others in its batch, and a rank sees only 6 of the 24. Use LayerNorm
-#   or RMSNorm, which treat each sample by itself.
+#   or RMSNorm, which treat each sample by itself; on GPUs `nn.SyncBatchNorm` normalises over all ranks.
 #
 # ## When it goes wrong
 #
@@ -836,13 +787,14 @@ for of_blocks, name in ((2, "fully_shard"), (3, "fully_shard, with its buffers")
 # | `setStorage: … out of bounds for storage of size 0` | your own unit is used while it is freed | gather before each use |
 # | `got mixed torch.Tensor and DTensor` | you called `layer.forward(x)`, so the hooks that gather did not run | call the module: `layer(x)` |
 # | the loss does not fall, no error | the optimizer was made before `fully_shard`: its parameters are no longer the model's | make it after sharding |
-# | the loss is not that of one process, from the first step | each rank drew other weights (DDP copies rank 0's to all, `fully_shard` does not), or one of the cases above | the same seed before the model, or the cure above |
+# | the loss is not that of one process, from the first step | each rank drew other weights, or one of the cases above | the same seed before the model, or the cure above |
 # | the program hangs | one rank did not call a collective in which the others wait | call it on every rank; [lesson 15](15_when_it_hangs.ipynb) finds the line |
 #
 # ## The rule
 #
 # Use FSDP when 16 bytes per parameter (AdamW in float32), together with the activations, do not fit on one GPU.
-# Call `fully_shard` on each layer (in a transformer, each block), then on the model; then make the optimizer.
+# It shards the 16 bytes only: if the activations are too large, see [lesson 2](02_activation_checkpointing.ipynb).
+# Call `fully_shard` on each layer (each block of a transformer), then on the model; then make the optimizer.
 # Give each rank equally many samples.
 #
 # [lesson 1 →](01_transformer_wrapper.ipynb)
