@@ -530,7 +530,7 @@ def three(model, keep=True):
         step(model, number)
 
 def finish(model, optimizer):
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
     optimizer.step()
     optimizer.zero_grad()
