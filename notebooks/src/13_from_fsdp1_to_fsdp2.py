@@ -61,8 +61,8 @@ for name, size in SIZES.items():
     quarters(1, end, size)
     if size > 1000:
         axes.text(end + size / 2, 0.5, name, ha="center", va="center", fontsize=8)
-        axes.plot([end + size] * 2, [0.65, 1.35], color=plots.INK, linewidth=0.8)
     end += size
+axes.plot([9312, 9312], [-0.35, 1.35], color=plots.INK, linewidth=0.8)       # where up.weight ends
 axes.set_yticks([0, 1], ["FSDP1: one flat parameter", "FSDP2: each parameter"])
 axes.set(ylim=(1.5, -0.5), xlabel=f"the {total:,} numbers of a block; a colour is the rank that holds them")
 axes.tick_params(length=0)
@@ -70,7 +70,7 @@ axes.spines[:].set_visible(False)
 plots.show(fig, alt="FSDP1 cuts the parameters of a block, laid end to end, in four; FSDP2 each of them.")
 
 # %% [markdown]
-# The drawing shows one block on four ranks; look at who holds `up.weight`. FSDP1 lays all parameters of a unit
+# The drawing shows one block on four ranks; look at who holds `up.weight`, left of the line. FSDP1 lays all parameters of a unit
 # end to end, as one **flat parameter**, and cuts that into four, so two ranks share `up.weight`. FSDP2 cuts
 # each parameter by itself, so every rank holds a quarter of each, under its own name. The step counts, the
 # padding and the skipped layers follow from this cut; the other differences do not.
