@@ -527,7 +527,7 @@ plots.show(fig, alt="Peak of a process's own memory in complete models, for six 
 # - *`from_pretrained`, then `fully_shard`*: the parameters are pages of the mapped file, out of which `fully_shard`
 #   copies the shard. With another `dtype=` each rank owns a converted copy of the complete model; after
 #   `.to("cuda")` its GPU holds all of it.
-# - *`distributed_config`*: transformers cuts while it reads, even if it converts. The bar is below a shard because
+# - *`distributed_config`*: transformers cuts while it reads, even if it converts. The bar is near 0, because
 #   the shards are still pages of the file; a rank owns them once the optimizer has changed them. You get
 #   transformers' units (here the embedding, each block, and the final norm with the head), a mesh of all ranks, and
 #   mixed precision only as `fsdp_mixed_precision=True`: parameters in bfloat16, reductions in float32.
