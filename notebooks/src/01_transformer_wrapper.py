@@ -11,10 +11,10 @@
 # Each call makes a *unit*: a set of parameters that FSDP **gathers** on every rank before they are used, and
 # frees together afterwards. As long as no parameter is left out and all computation is in one dtype ([lesson
 # 7](07_mixed_precision.ipynb) has the other case), your choice does not change the losses; it changes memory
-# and time. Llama-3-8B, for example, has 15 GiB of weights in bfloat16. As one unit, each GPU holds all of them
-# through forward, together with the buffer they arrived in: 30 GiB. With a unit for each block, gathered
+# and time. Llama-3-8B, for example, has 15 GiB of weights in bfloat16. As one unit, each GPU holds all of
+# them through forward, together with the buffer they arrived in: 30 GiB. With a unit for each block, gathered
 # parameters and buffers never exceed 4.7 GiB, and 2.4 GiB if embedding and output head are units, too.
-# Gradients and activations come on top. Units lower the peak of gradients as well, but not that of activations.
+# Gradients and activations come on top. Units lower the peak of gradients, too, but not that of activations.
 #
 # The drawing follows one rank through one training step of a model with six blocks. A bar stands where a
 # unit's parameters are gathered; the buffers are left out.
@@ -116,7 +116,7 @@ lesson.card(
 # what is computed; so a loss curve does not show that units are too large or too small. The **largest
 # all-gather** is the gain: as one unit, each rank gathers the whole model in one piece, which is what FSDP
 # exists to avoid; by block, it is one of six blocks, 16%. The price is the **number of all-gathers**, and of
-# the reduce-scatters of gradients, one for each unit: every collective takes time to start.
+# the reduce-scatters of gradients, one for each unit.
 #
 # ## What a unit is
 #
@@ -225,9 +225,8 @@ Table(["units", *titles], rows, note="All percentages are of the model.")
 # block, nearly everything travels twice.
 #
 # Units govern **gradients** as well: before reduce-scatter leaves each rank its share, a unit's gradients are
-# complete on each rank, and once more in a buffer. As one unit, that is the whole model twice. **Activations**
-# are not in the table, because no choice of units lowers them; [lesson 2](02_activation_checkpointing.ipynb)
-# does.
+# complete on each rank, and once more in a buffer. As one unit, that is the whole model twice. No choice of
+# units lowers **activations**; [lesson 2](02_activation_checkpointing.ipynb) does.
 #
 # The figure follows the gathered bytes through the same four steps. Compare forward with backward.
 
@@ -239,22 +238,19 @@ for way, gathered, length in ranks.get("[(way, m.gather_bytes, n) for way, (m, n
 plots.alive(curves, whole_model=ranks.get("whole")[0], what="gathered", forward=forward)
 
 # %% [markdown]
-# One unit keeps parameters and buffer through all of forward. By block, forward runs at a height of 35%: the
-# root (2%), the parameters of one block (16%) and the buffer they were copied from (16%). FSDP2 keeps that
-# buffer until the *next* unit is copied out, so that on a GPU the copies and the gathering can overlap. For
-# that moment a rank holds the root, the next block twice and the old buffer: 2 + 3 * 16 makes the thin spikes
-# and, before rounding, the 51% of the table. In backward a buffer is freed at once, so the maximum is the root
-# and two blocks, as in the drawing at the top.
+# By block, forward runs at a height of 35%: the root (2%), the parameters of one block (16%) and the buffer
+# they were copied from (16%). FSDP2 keeps that buffer until the *next* unit is copied out, so that on a GPU
+# the copies and the gathering can overlap. For that moment a rank holds the root, the next block twice and
+# the old buffer: 2 + 3 * 16 makes the thin spikes and, before rounding, the 51% of the table. In backward a
+# buffer is freed at once, so the maximum is the root and two blocks, as in the drawing at the top.
 #
-# Don't subtract these peaks from a GPU's peak of memory: a spike in forward meets few activations. In
-# this small model by block, a rank holds most early in backward, when 35% of the model is gathered.
+# Don't subtract these peaks from a GPU's peak of memory: a spike in forward meets few activations.
 #
 # ## Why not smaller units?
 #
-# The height of the spikes follows from the sizes of the units, so you can predict it before you run. This
-# holds for FSDP2's defaults (units are freed after forward, and you set no prefetch by hand), if units lie
-# side by side, forward runs each of them once, and all have one dtype. `root` and `units` are sizes in bytes,
-# the units in the order of forward:
+# The height of the spikes follows from the sizes of the units. This holds for FSDP2's defaults (units are
+# freed after forward, and you set no prefetch by hand), if units lie side by side, forward runs each of them
+# once, and all have one dtype. `root` and `units` are sizes in bytes, the units in the order of forward:
 
 
 # %%
@@ -355,9 +351,9 @@ print("a block is a", type(model.model.layers[0]).__name__)
 print(sum(event.kind == "all_gather" for event in trace.events), "all-gathers")
 
 # %% [markdown]
-# A rank keeps one part in `world_size` of the parameters, so the model is sharded. The class of a block begins
-# with `FSDP`, so `fully_shard` was called on it. And six blocks give 2 * 6 + 1 all-gathers, so they are freed and
-# gathered as planned; turn 2 reads other counts. On GPUs, compare `torch.cuda.max_memory_allocated()`, too.
+# A rank keeps one part in `world_size` of the parameters, so the model is sharded. The class of a block
+# begins with `FSDP`, so `fully_shard` was called on it. And six blocks give 2 * 6 + 1 all-gathers, so they
+# are freed and gathered as planned; turn 2 reads other counts.
 #
 # With `torch.compile`, call `block.compile()` on each block: the graph of a compiled model would break at
 # FSDP's hooks. ([Lesson 2](02_activation_checkpointing.ipynb) has the order with checkpoints.) FSDP1
@@ -368,8 +364,7 @@ print(sum(event.kind == "all_gather" for event in trace.events), "all-gathers")
 # So far the root was 2% of the model. With a real vocabulary it can become the largest unit of all, and it
 # stays gathered for the whole step. The table gives the peak by the formula above, in GiB of bfloat16, which
 # is what a GPU gathers under mixed precision ([lesson 7](07_mixed_precision.ipynb)). The models have their
-# real sizes, but are built on the **meta device**, where tensors have a shape and no memory. Where one matrix
-# is both embedding and head, the table says "tied".
+# real sizes, but are built on the **meta device**, without memory.
 
 # %% tags=["block-class"] jupyter={"source_hidden": true}
 # %%ranks 0
@@ -404,25 +399,24 @@ names = ["model", "block class", "in the root, %", "one unit, GiB", "by block, G
 Table(names, rows)
 
 # %% [markdown]
-# In Llama-2-7B and Llama-3-8B, embedding and head are two matrices. Call `fully_shard` on each before the call
-# on the model. For Llama-3-8B this halves the peak of what is gathered, because the two are used at opposite
-# ends of forward and need not be in memory together. (By block, that peak is in the first block, where the
-# root's buffer is still held.) In backward, where the step's own peak often lies, it gains 2 GiB: while the
-# blocks compute their gradients, two blocks are gathered, 0.8 GiB, and not two blocks and the root, 2.8 GiB.
-# The step's peak falls by a smaller share, because gradients and activations are in it, too.
-# Torchtitan, PyTorch's own training code, does so in its Llama 3, and keeps the head until backward, which
-# begins with it. That saves an all-gather: `fully_shard([norm, head], reshard_after_forward=False)`.
+# In Llama-2-7B and Llama-3-8B, embedding and head are two matrices. Call `fully_shard` on each before the
+# call on the model. For Llama-3-8B this halves the peak of what is gathered, because the two are used at
+# opposite ends of forward and need not be in memory together. In backward, where the step's own peak often
+# lies, it gains 2 GiB: while the blocks compute their gradients, two blocks are gathered, 0.8 GiB, and not
+# two blocks and the root, 2.8 GiB. The step's peak falls by a smaller share, because gradients and
+# activations are in it, too. Torchtitan, PyTorch's own training code, makes both units in its Llama 3, and
+# keeps the head until backward, which begins with it. That saves an all-gather:
+# `fully_shard([norm, head], reshard_after_forward=False)`.
 #
 # In Llama-3.2-1B and GPT-2, one matrix is both: the weights are **tied**. It is the first parameter that
 # forward uses and the last, so leave both modules to the root. `fully_shard(embedding)` alone fails, because
 # the head is then in the root, and a parameter cannot be in two units. The error advises
-# `fully_shard([embedding, head])`. That works, but does not lower what is gathered: the matrix is needed at
-# both ends, so it stays gathered in between, and the step has two more all-gathers.
+# `fully_shard([embedding, head])`. That works, but the matrix stays gathered between its two uses as before,
+# and the step has two more all-gathers.
 #
 # ## Your turn 1 · A budget
 #
-# In some models, such as those with experts in every fourth block, blocks differ in size. (The block is the
-# unit, and not an expert: where some ranks skip a unit, the others wait for it.)
+# In some models, such as those with experts in every fourth block, blocks differ in size.
 #
 # - **Given:** `model`, a Llama of twelve blocks. The table below has the sizes of its parts. `shard(model)`
 #   peaks at 53%, with 25 all-gathers.
@@ -766,7 +760,7 @@ def diagnose(gathers, blocks):
 # | the peak hardly falls with more ranks, although what is kept between steps does | one unit for the whole model | `fully_shard` on each block, or `shard(model)` |
 # | the same, with the right number of units | units of the wrong class, so that part of each block is in the root | the class of the blocks |
 # | the ranks' embeddings differ, and blocks stay gathered after forward | `fully_shard(model)` is missing: what is outside of the blocks is not reduced, and each block is a root | call it last |
-# | `ValueError: Parameter 'lm_head.weight' is shared with a parameter already managed by another FSDP group`, in the first forward | tied weights in two units | leave both to the root; the cure in the message, `fully_shard([embedding, head])`, works too, but gathers the matrix twice |
+# | `ValueError: Parameter 'lm_head.weight' is shared with a parameter already managed by another FSDP group`, in the first forward | tied weights in two units | leave both to the root |
 # | from `fully_shard(block)`: `TypeError: Invariant encountered`, or with a named mesh `RuntimeError: Cannot concatenate overlapping meshes` | the model was sharded before its blocks | blocks first, the model last |
 #
 # The next cell makes two of the silent mistakes in one model:
