@@ -402,8 +402,8 @@ Table(names, rows)
 # In Llama-2-7B and Llama-3-8B, embedding and head are two matrices. Call `fully_shard` on each before the
 # call on the model. For Llama-3-8B this halves the peak of what is gathered, because the two are used at
 # opposite ends of forward and need not be in memory together. In backward, where the step's own peak often
-# lies, it gains 2 GiB: while the blocks compute their gradients, at most two blocks are gathered, 0.8 GiB,
-# and not the root as well, 2.8 GiB. The step's peak falls by a smaller share, because gradients and
+# lies, it gains up to 2 GiB: while all but the first and last block compute their gradients, at most two
+# blocks are gathered, 0.8 GiB, and not the root as well, 2.8 GiB. The step's peak falls by a smaller share, because gradients and
 # activations are in it, too. Torchtitan, PyTorch's own training code, makes both units in its Llama 3, and
 # keeps the head until backward, which begins with it. That saves an all-gather:
 # `fully_shard([norm, head], reshard_after_forward=False)`.
