@@ -9,14 +9,15 @@
 # ```
 #
 # Each call makes a *unit*: a set of parameters that FSDP **gathers** on every rank before they are used, and
-# frees together afterwards. As long as every parameter is in one unit, your choice does not change the
-# losses; it changes memory and time. Llama-3-8B, for example, has 15 GiB of weights in bfloat16. As one unit,
-# they are gathered on each GPU, for a moment twice: 30 GiB. With a unit for each block, gathered parameters
-# and the buffers they arrive in never exceed 4.7 GiB, and 2.4 GiB if embedding and output head are units, too.
-# Gradients and activations come on top: units lower the first and not the second.
+# frees together afterwards. As long as no parameter is left out and all computation is in one dtype ([lesson
+# 7](07_mixed_precision.ipynb) has the other case), your choice does not change the losses; it changes memory
+# and time. Llama-3-8B, for example, has 15 GiB of weights in bfloat16. As one unit, each GPU holds all of
+# them through forward, together with the buffer they arrived in: 30 GiB. With a unit for each block, gathered
+# parameters and buffers never exceed 4.7 GiB, and 2.4 GiB if embedding and output head are units, too.
+# Gradients and activations come on top. Units lower the peak of gradients, too, but not that of activations.
 #
 # The drawing follows one rank through one training step of a model with six blocks. A bar stands where a
-# unit's parameters are gathered.
+# unit's parameters are gathered; the buffers are left out.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -28,7 +29,8 @@ for moment in range(13):  # six blocks forward, head and loss, six blocks backwa
     held = {6: "root"} | ({block: "computes"} if moment != 6 else {})
     held |= {block - 1: "is gathered early"} if moment >= 6 and block else {}
     for row, what in held.items():
-        axes.barh(row, 1, left=moment, height=0.8, color=colors[what], edgecolor=plots.CARD)
+        late = 0.5 if moment == 6 and row == 5 else 0  # backward asks for the last block after the loss
+        axes.barh(row, 1 - late, left=moment + late, height=0.8, color=colors[what], edgecolor=plots.CARD)
 for x, text in ((3, "forward"), (6.5, "head, loss"), (10, "backward")):
     axes.text(x, 7.1, text, ha="center")
 axes.text(2.6, 0.8, "blue: computes", color=plots.RANK_COLORS[0])
@@ -52,7 +54,7 @@ lesson.card(
     1,
     learn="choose units, see what a wrong choice costs, and check your own model",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 15, 20),
+    minutes=(1, 18, 17),
 )
 
 # %% [markdown]
@@ -113,15 +115,17 @@ lesson.card(
 # Start with the last number. The **loss** is the same, because units change when parameters travel and not
 # what is computed; so a loss curve does not show that units are too large or too small. The **largest
 # all-gather** is the gain: as one unit, each rank gathers the whole model in one piece, which is what FSDP
-# exists to avoid; by block, it is one of six blocks, 16%. The **number of all-gathers** is the price.
+# exists to avoid; by block, it is one of six blocks, 16%. The price is the **number of all-gathers**, and of
+# the reduce-scatters of gradients, one for each unit.
 #
 # ## What a unit is
 #
 # `fully_shard(module)` makes one unit of all parameters inside `module` that no earlier call has taken. That
 # is why you call it on the parts first and on the model last: the model's call takes what is left. It also
 # hooks itself into the module: right before the module's `forward` runs, one all-gather brings all parameters
-# of the unit, and when `forward` returns, they are freed. So a unit has to be a module that is *called*. A
-# block is; `model.model.layers` is a `ModuleList`, which only holds blocks, and `fully_shard` refuses it.
+# of the unit, and when `forward` returns, they are freed (except the root's, see below). So a unit has to be a
+# module that *every rank calls*. A block is; `model.model.layers` is a `ModuleList`, which only holds blocks,
+# and `fully_shard` refuses it.
 #
 # A transformer repeats a **block**: attention, then a feed-forward network. In Llama the block is the class
 # `LlamaDecoderLayer`, and the root gets the embedding, the last norm and the head. Blocks are natural units
@@ -139,9 +143,8 @@ lesson.card(
 # weight matrix of the blocks is a unit). `Meter` watches every operation on a rank.
 #
 # "Gathered at the peak" counts gathered parameters **and the buffers they arrive in**: FSDP2 gathers a unit
-# into one flat buffer and then copies each parameter out of it, so for a moment a unit is in memory twice.
-# The whole peak, in the last two columns, counts *all* tensors that the step adds to the shards, gradients and
-# activations among them, for a batch of 8 tokens and for one of 90.
+# into one flat buffer and then copies each parameter out of it. In forward it keeps the buffer after the copy,
+# so a unit is in memory twice while it computes.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -207,14 +210,11 @@ def sharded(model, choose):
 whole = sum(p.nbytes for p in llama().parameters())
 steps, rows = {}, []
 for way, choose in ways.items():
-    small, _ = measure(sharded(llama(), choose), shape=(1, 8))
-    large, _ = steps[way] = measure(sharded(llama(), choose), shape=(3, 30))
-    added = torch.tensor([m.peak_tensor_bytes - m.held_bytes for m in (small, large)], device=device)
-    dist.all_reduce(added, dist.ReduceOp.MIN)  # on a busy CPU a rank may free a buffer late
-    in_percent = [large.gathered_bytes, large.peak_gather_bytes, *added.tolist()]
-    rows.append([way, large.all_gathers, *[round(100 * nbytes / whole) for nbytes in in_percent]])
-titles = ["all-gathers", "their sum", "gathered at the peak", "whole peak, 8 tokens", "whole peak, 90 tokens"]
-Table(["units", *titles], rows, note="All but the number of all-gathers in % of the model.")
+    meter, _ = steps[way] = measure(sharded(llama(), choose))
+    in_percent = [round(100 * n / whole) for n in (meter.gathered_bytes, meter.peak_gather_bytes)]
+    rows.append([way, meter.all_gathers, meter.reduce_scatters, *in_percent])
+titles = ["all-gathers", "reduce-scatters", "all-gathers' sum, %", "gathered at the peak, %"]
+Table(["units", *titles], rows, note="All percentages are of the model.")
 
 # %% [markdown]
 # Begin with "gathered at the peak". **One unit** peaks at 200%: the whole model in the buffer, and once more
@@ -224,12 +224,9 @@ Table(["units", *titles], rows, note="All but the number of all-gathers in % of 
 # over six times as many all-gathers as by block. Their sum is what freeing costs: one unit travels once; by
 # block, nearly everything travels twice.
 #
-# The last two columns say how much of a GPU's peak you can influence. With 8 tokens activations are few, and
-# units decide nearly everything, because they govern **gradients** as well: before reduce-scatter leaves each
-# rank its share, a unit's gradients are complete on each rank, and once more in a buffer. As one unit, that
-# is the peak: 100% in gradients, 100% in the buffer and a quarter in the share. With 90 tokens each row grows
-# by about twice the model. Those are **activations**, which no choice of units lowers; [lesson
-# 2](02_activation_checkpointing.ipynb) does.
+# Units govern **gradients** as well: before reduce-scatter leaves each rank its share, a unit's gradients are
+# complete on each rank, and once more in a buffer. As one unit, that is the whole model twice. No choice of
+# units lowers **activations**; [lesson 2](02_activation_checkpointing.ipynb) does.
 #
 # The figure follows the gathered bytes through the same four steps. Compare forward with backward.
 
@@ -241,21 +238,19 @@ for way, gathered, length in ranks.get("[(way, m.gather_bytes, n) for way, (m, n
 plots.alive(curves, whole_model=ranks.get("whole")[0], what="gathered", forward=forward)
 
 # %% [markdown]
-# One unit keeps parameters and buffer through all of forward. By block, forward runs at a height of 35%: the
-# root (2%), the parameters of one block (16%) and the buffer they were copied from (16%). FSDP2 keeps that
-# buffer until the *next* unit is copied out, so that on a GPU the copies and the gathering can overlap. For
-# that moment a rank holds the root, the next block twice and the old buffer: 2 + 3 * 16 makes the thin spikes
-# and, before rounding, the 51% of the table. In backward a buffer is freed at once, so the maximum is the root
-# and two blocks, as in the drawing at the top.
+# By block, forward runs at a height of 35%: the root (2%), the parameters of one block (16%) and the buffer
+# they were copied from (16%). FSDP2 keeps that buffer until the *next* unit is copied out, so that on a GPU
+# the copies and the gathering can overlap. For that moment a rank holds the root, the next block twice and
+# the old buffer: 2 + 3 * 16 makes the thin spikes and, before rounding, the 51% of the table. In backward a
+# buffer is freed at once, so the maximum is the root and two blocks, as in the drawing at the top.
 #
-# Don't subtract these peaks from a GPU's peak of memory: a spike in forward meets few activations. By block
-# with 90 tokens, this rank holds most early in backward, when 35% of the model is gathered.
+# Don't subtract these peaks from a GPU's peak of memory: a spike in forward meets few activations.
 #
 # ## Why not smaller units?
 #
-# The height of the spikes follows from the sizes of the units, so you can predict it before you run. This
-# holds for FSDP2's defaults: units are freed after forward, and you set no prefetch by hand. `root` and
-# `units` are sizes in bytes, the units in the order of forward:
+# The height of the spikes follows from the sizes of the units. This holds for FSDP2's defaults (units are
+# freed after forward, and you set no prefetch by hand), if units lie side by side, forward runs each of them
+# once, and all have one dtype. `root` and `units` are sizes in bytes, the units in the order of forward:
 
 
 # %%
@@ -270,10 +265,9 @@ blocks = [sum(p.nbytes for p in block.parameters()) for block in llama().model.l
 print(f"by block: {peak(whole - sum(blocks), blocks) / whole:.0%}")
 
 # %% [markdown]
-# That is the 51% measured above. Should you go on cutting? On the left of the next figure is one spike from
-# close by. On the right is what cutting gains: seven choices in a Llama of twelve blocks, measured on the
-# ranks (the folded cell asserts that the formula agrees). For "½ block", attention and feed-forward network
-# are units, and the norms stay in the root.
+# That is the 51% measured above. Should you go on cutting? The next figure shows what cutting gains: seven
+# choices in a Llama of twelve blocks, measured on the ranks (the folded cell asserts that the formula is right
+# to within 6%). For "½ block", attention and feed-forward network are units, and the norms stay in the root.
 
 
 # %% tags=["sweep"] jupyter={"source_hidden": true}
@@ -303,20 +297,7 @@ for cut, choose in cuts.items():
 # %% jupyter={"source_hidden": true}
 swept = ranks.get("swept")[0]
 assert [count for _, count, _ in swept] == [5, 7, 9, 13, 25, 49, 169]
-by_block = "steps['by block'][0]"
-whole, complete, gathered = ranks.get(f"[whole, {by_block}.whole_bytes, {by_block}.gather_bytes]")[0]
-buffers = [both - one for both, one in zip(gathered, complete)]
-spikes = [n for n in range(forward[1]) if gathered[n] > 0.45 * whole > gathered[n - 1]]
-around = range(spikes[2] - 12, spikes[2] + 13)
-
-fig, (zoom, gain) = plots.figure(2, width=9.0, height=3.0)
-layers = [[100 * part[n] / whole for n in around] for part in (complete, buffers)]
-zoom.stackplot(around, layers, step="post", colors=plots.RANK_COLORS[:2], linewidth=0)
-zoom.text(around[0] + 0.5, 9, "parameters", color="white", fontweight="bold")
-zoom.text(around[0] + 0.5, 25, "their buffers", fontweight="bold")
-zoom.text(spikes[2] + 3, 44, "both blocks'\nbuffers: 51%")
-zoom.set(ylim=(0, 60), xlim=(around[0], around[-1]), xticks=[], title="from block 2 to block 3")
-zoom.set(xlabel="25 operations of forward", ylabel="gathered, % of the model")
+fig, (gain,) = plots.figure(width=5.6, height=3.0)
 gain.plot([count for _, count, _ in swept], [high for *_, high in swept], "o-", color=plots.RANK_COLORS[0])
 for name, count, high in swept:
     gain.annotate(name, (count, high), (6, 4), textcoords="offset points", fontsize=9)
@@ -324,7 +305,7 @@ gain.set(xscale="log", ylim=(0, 170), xlim=(4, 400), title="smaller units")
 gain.set(xlabel="all-gathers in a step", ylabel="gathered at the peak, %")
 gain.set_xticks([5, 10, 25, 50, 169], ["5", "10", "25", "50", "169"], minor=False)
 gain.set_xticks([], minor=True)
-plots.show(fig, alt="A spike: parameters and two buffers. Smaller units lower the peak less and less.")
+plots.show(fig, alt="Smaller units lower the peak less and less.")
 
 # %% [markdown]
 # Cutting pays most at first: from units of six blocks to one block the peak falls from 149% to 26%. A unit
@@ -332,8 +313,9 @@ plots.show(fig, alt="A spike: parameters and two buffers. Smaller units lower th
 # all-gather takes some time to start, however little it sends. Multiply this time by the speed of the link,
 # and you have the size of a unit that spends half of its gathering on the start. With 20 µs and 25 GiB/s that
 # is 0.5 MiB, with 100 µs and 200 GiB/s it is 20 MiB (assumed values; nccl-tests measures yours). A block of
-# Llama-3-8B has 416 MiB in bfloat16, one of its matrices 59 MiB in the mean, and a block of GPT-2 14 MiB. What
-# computation hides costs nothing.
+# Llama-3-8B has 416 MiB in bfloat16, one of its matrices 59 MiB in the mean, and a block of GPT-2 14 MiB. An
+# all-gather that runs while the GPU computes costs little; [lesson 4](04_backward_prefetch.ipynb) shows which
+# ones do.
 #
 # So take the block, unless your blocks are as small as GPT-2's **and** a profile shows the GPU waiting for
 # all-gathers. Then put two or more blocks in a unit: `fully_shard([block_0, block_1])`.
@@ -341,13 +323,16 @@ plots.show(fig, alt="A spike: parameters and two buffers. Smaller units lower th
 # ## In your own code
 #
 # Besides the first lines of the script, a training loop for one GPU needs three changes and one check, marked
-# in the next cell. The other lines stay, gradient clipping too. `fsdp_utils.shard(model)` makes the ranks'
-# weights equal, finds the class of the blocks, and does what the loop of the script does. (It leaves
-# embedding and head to the root, unless you called `fully_shard` on them before.)
+# in the next cell. The other lines of a step stay, gradient clipping too; saving changes ([lesson
+# 3](03_full_state_dict.ipynb)), and evaluation has to run on every rank, not on rank 0 alone.
+# `fsdp_utils.shard(model)` finds the class of the blocks, and does what the loop of the script does. (It
+# leaves embedding and head to the root, unless you called `fully_shard` on them before.) Neither makes the
+# ranks' weights equal: each rank keeps its rows of what it built itself. So build the same model on each rank,
+# with the same seed or from the same file.
 
 # %% tags=["job"]
 # %%ranks
-model = llama()  # as before; if no rank can hold it: lesson 12
+model = llama()  # the same on every rank; if no rank can hold it: lesson 12
 shard(model)  # 1: the units
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # 2: moves below the sharding
 assert check_sharding(model, optimizer) == []  # the check, on every rank
@@ -366,9 +351,9 @@ print("a block is a", type(model.model.layers[0]).__name__)
 print(sum(event.kind == "all_gather" for event in trace.events), "all-gathers")
 
 # %% [markdown]
-# A rank keeps one part in `world_size` of the parameters, so the model is sharded. The class of a block begins
-# with `FSDP`, so the block is a unit. And six blocks give 2 * 6 + 1 all-gathers, so they are freed and
-# gathered as planned; turn 2 reads other counts. On GPUs, compare `torch.cuda.max_memory_allocated()`, too.
+# A rank keeps one part in `world_size` of the parameters, so the model is sharded. The class of a block
+# begins with `FSDP`, so `fully_shard` was called on it. And six blocks give 2 * 6 + 1 all-gathers, so they
+# are freed and gathered as planned; turn 2 reads other counts.
 #
 # With `torch.compile`, call `block.compile()` on each block: the graph of a compiled model would break at
 # FSDP's hooks. ([Lesson 2](02_activation_checkpointing.ipynb) has the order with checkpoints.) FSDP1
@@ -379,8 +364,7 @@ print(sum(event.kind == "all_gather" for event in trace.events), "all-gathers")
 # So far the root was 2% of the model. With a real vocabulary it can become the largest unit of all, and it
 # stays gathered for the whole step. The table gives the peak by the formula above, in GiB of bfloat16, which
 # is what a GPU gathers under mixed precision ([lesson 7](07_mixed_precision.ipynb)). The models have their
-# real sizes, but are built on the **meta device**, where tensors have a shape and no memory. Where one matrix
-# is both embedding and head, the table says "tied".
+# real sizes, but are built on the **meta device**, without memory.
 
 # %% tags=["block-class"] jupyter={"source_hidden": true}
 # %%ranks 0
@@ -415,28 +399,31 @@ names = ["model", "block class", "in the root, %", "one unit, GiB", "by block, G
 Table(names, rows)
 
 # %% [markdown]
-# In Llama-2-7B and Llama-3-8B, embedding and head are two matrices. Call `fully_shard` on each before the call
-# on the model. For Llama-3-8B this halves the peak of what is gathered, because the two are used at opposite
-# ends of forward and need not be in memory together. (By block, that peak is in the first block, where the
-# root's buffer is still held; in backward 2.8 GiB are gathered.) Torchtitan, PyTorch's own training code,
-# does so in its Llama 3, and keeps the head until backward, which begins with it. That saves an all-gather:
+# In Llama-2-7B and Llama-3-8B, embedding and head are two matrices. Call `fully_shard` on each before the
+# call on the model. For Llama-3-8B this halves the peak of what is gathered, because the two are used at
+# opposite ends of forward and need not be in memory together. In backward, where the step's own peak often
+# lies, it gains up to 2 GiB: while all but the first and last block compute their gradients, at most two
+# blocks are gathered, 0.8 GiB, and not the root as well, 2.8 GiB. The step's peak falls by a smaller share, because gradients and
+# activations are in it, too. Torchtitan, PyTorch's own training code, makes both units in its Llama 3, and
+# keeps the head until backward, which begins with it. That saves an all-gather:
 # `fully_shard([norm, head], reshard_after_forward=False)`.
 #
 # In Llama-3.2-1B and GPT-2, one matrix is both: the weights are **tied**. It is the first parameter that
 # forward uses and the last, so leave both modules to the root. `fully_shard(embedding)` alone fails, because
-# the head is then in the root, and a parameter cannot be in two units. (`fully_shard([embedding, head])`
-# works, but gathers the matrix once more for backward.)
+# the head is then in the root, and a parameter cannot be in two units. The error advises
+# `fully_shard([embedding, head])`. That works, but the matrix stays gathered between its two uses as before,
+# and the step has two more all-gathers.
 #
 # ## Your turn 1 · A budget
 #
 # In some models, such as those with experts in every fourth block, blocks differ in size.
 #
-# - **Given:** `model`, a Llama of twelve blocks with the sizes in the table. `shard(model)` peaks at 53%, with
-#   25 all-gathers.
+# - **Given:** `model`, a Llama of twelve blocks. The table below has the sizes of its parts. `shard(model)`
+#   peaks at 53%, with 25 all-gathers.
 # - **Goal:** at most 36% of the model gathered at the peak, with at most 23 all-gathers.
 # - **Return:** the model, after your calls of `fully_shard`.
 #
-# `peak` takes percentages as well as bytes, in a cell of your own that begins with `%%ranks 0`.
+# `peak` takes percentages, too. Try it in a cell of your own, whose first line is `%%ranks 0`.
 #
 # <details><summary>Hint</summary>
 #
@@ -616,8 +603,8 @@ def choose_units(model):
 # ## Your turn 2 · Read a trace
 #
 # - **Given:** `gathers`, the share of the model that each all-gather brought, in order, and `blocks`, how many
-#   blocks the model has: by block, with four blocks, 0.03 and eight times 0.24. Embedding, last norm and head
-#   have under 5% of each model.
+#   blocks the model has. For the run `"by block"` with four blocks, `gathers` is 0.03 and then eight times
+#   0.24. Embedding, last norm and head together have under 5% of each model.
 # - **Goal:** tell six runs apart, each with four blocks and with six: `"by block"`, `"one unit"`, `"no root"`
 #   (`fully_shard(model)` was forgotten), `"not freed"` (`reshard_after_forward=False`), `"parts of blocks"`
 #   (only the feed-forward networks are units) and `"pairs"` (two blocks in each unit).
