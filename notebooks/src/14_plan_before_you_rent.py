@@ -3,10 +3,10 @@
 #
 # Will it fit, and how sure is that? Rented GPUs cost the same when the run dies in step 2. **Call `plan` of
 # `fsdp_utils` on your laptop first, with the `loss=` of your own loop: it prints GiB, seconds and a verdict. Rent where
-# the verdict is "fits" and no note says that the error is unknown; elsewhere, measure three steps first.** How sure? Our
-# first plans of ten published eager runs, which come from four programs, missed: the peak was 0.89 to 2.45 times the
-# planned one. After we had read what each program keeps in memory, and changed planner and plans, it was 0.97 to 1.04
-# times. Seconds are less sure: on A100 and H100, 23 eager runs took 0.90 to 1.12 times as long as planned.
+# the verdict is "fits" and no note says that the error is unknown; elsewhere, measure three steps first.** How sure? Of
+# ten published eager runs, from four programs, our first plans missed five by over 10%: peaks were 0.89 to 2.45 times the
+# planned ones. After we had read what each program keeps in memory, and changed planner and plans, 0.97 to 1.04 times.
+# Seconds are less sure: on A100 and H100, 23 eager runs took 0.90 to 1.12 times as long as planned.
 #
 # A Llama of 7 billion parameters on eight A100, 4,096 tokens a sample. Without `loss=`, the loop keeps no outputs:
 
@@ -245,8 +245,8 @@ print(*own.notes)
 # The logits that the first loop keeps are 1.5 GiB, so write `loss=` as your loop does it. Given a config of transformers,
 # `plan` sets `use_cache=False`; set it in your training, too. By default `outputs` also keeps the keys and values of all
 # blocks, which the plan does not count: 2 GiB for each sample of the 7B above. Two samples would then reserve 70.8 GiB
-# and be "tight". And read the note: this model's attention is not causal, that of all published runs is. So "fits" has no
-# measured margin here, and the rule says: measure.
+# and be "tight". And read the note: this model's attention is not causal, and no published run that tells a plan's error
+# has that. So "fits" has no measured margin here, and the rule says: measure.
 #
 # ## What more GPUs do not shrink
 #
@@ -611,9 +611,10 @@ assert (ended.count(("tight", "out of memory")), ended.count(("does not fit", "o
 # %% [markdown]
 # - **The loop** matters most. The row "without `loss=`" has four runs of the first row, as we planned them before we had
 #   read their program. It keeps `outputs = model(**batch)` until the next step, with float32 logits and all keys and
-#   values. A `loss=` that keeps the outputs of today's transformers, without the cache, would still miss: 1.79 on 8 GPUs.
-#   So rows 1 and 3 hold plans made anew after a miss (compiled runs had taken 0.81 to 0.97); torchtitan's four runs alone,
-#   0.95 to 1.04, stand as first planned. Such rows check `plan`'s arithmetic, and promise nothing for a loop not yet read.
+#   values, as the first row's `loss=` does. A `loss=` that keeps the outputs of today's transformers, without the cache,
+#   would still miss: 1.79 on 8 GPUs. So rows 1 and 3 hold plans made anew after a miss (compiled runs had taken 0.81 to
+#   0.97); torchtitan's four runs alone, 0.95 to 1.04, stand as first planned. Such rows check `plan`'s arithmetic, and
+#   promise nothing for an unread loop.
 # - **Noted**: for H200, offload and float32, `plan` prints that its error is unknown. Hence "measure", also in rows whose
 #   dots are near 1. Our own seconds are of one rank, so they test kernels and no communication.
 # - **Float32**: `plan` takes the GPU's published rate in full, as there was no run to fit. **512 tokens**: it allows 8 µs
