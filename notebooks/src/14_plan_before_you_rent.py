@@ -613,7 +613,7 @@ assert (ended.count(("tight", "out of memory")), ended.count(("does not fit", "o
 #   their program. It keeps `outputs = model(**batch)` until the next step, with float32 logits and all keys and values,
 #   as the first row's `loss=` does. A `loss=` that keeps the outputs of today's transformers, without the cache, would
 #   still miss: 1.79 on 8 GPUs. So rows 1 and 3 hold plans made anew after a miss (compiled runs had taken 0.81 to 0.97);
-#   torchtitan's four runs alone, 0.95 to 1.04, stand as first planned. They check `plan`'s arithmetic, not your loop.
+#   torchtitan's four runs alone, 0.95 to 1.04, stand as first planned. All this checks `plan`, not your loop.
 # - **Noted**: for H200, offload and float32, `plan` prints that its error is unknown. Hence "measure", also in rows whose
 #   dots are near 1. Our own seconds are of one rank, so they test kernels and no communication.
 # - **Float32**: `plan` takes the GPU's published rate in full, as there was no run to fit. **512 tokens**: it allows 8 µs
