@@ -2,12 +2,13 @@
 # # 14 · Plan before you rent
 #
 # Will it fit, and how sure is that? Rented GPUs cost the same when the run dies in step 2. **Call `plan` of
-# `fsdp_utils` on your laptop first: it prints GiB, seconds and a verdict. Rent where the verdict is "fits" and no note
-# says that the error is unknown; elsewhere, measure three steps first.** How sure? In ten published eager runs to which
-# nothing was fitted, the peak was 0.97 to 1.04 times the planned one, once the plan knew what each training loop keeps
-# in memory. Seconds are less sure: on A100 and H100, 23 eager runs took 0.90 to 1.12 times as long as planned.
+# `fsdp_utils` on your laptop first, with the `loss=` of your own loop: it prints GiB, seconds and a verdict. Rent where
+# the verdict is "fits" and no note says that the error is unknown; elsewhere, measure three steps first.** How sure? Of
+# ten published eager runs, from four programs, our first plans missed five by over 10%: peaks were 0.89 to 2.45 times the
+# planned ones. After we had read what each program keeps in memory, and changed planner and plans, 0.97 to 1.04 times.
+# Seconds are less sure: on A100 and H100, 23 eager runs took 0.90 to 1.12 times as long as planned.
 #
-# Here is a plan for a Llama of 7 billion parameters on eight A100, with samples of 4,096 tokens:
+# A Llama of 7 billion parameters on eight A100, 4,096 tokens a sample. Without `loss=`, the loop keeps no outputs:
 
 # %% jupyter={"source_hidden": true}
 import json
@@ -26,7 +27,7 @@ on_8 = plan(LlamaConfig(), world_size=8, batch_size=8, seq_len=4096, gpu="A100-8
 print(f"{on_8.verdict}: {on_8.peak_reserved_gib:.0f} of {on_8.available_gib:.0f} GiB reserved, {on_8.step_s:.2f} s a step")
 
 # %% [markdown]
-# The job fits, and no GPU took part. How does `plan` know?
+# No GPU took part. How does `plan` know?
 
 # %% jupyter={"source_hidden": true}
 fig, (axes,) = plots.figure(width=9.6, height=2.2)
@@ -47,12 +48,11 @@ axes.axis("off")
 plots.show(fig, alt="From the model to a recording of one rank, and from there to memory and to time.")
 
 # %% [markdown]
-# From left to right: `plan` builds the model from *fake tensors*, which have a shape and a dtype but no memory, so a 70B
-# model fits on a laptop. PyTorch's own `fully_shard` (FSDP2) shards it, and one rank runs two training steps. The
-# backend `fake` stands in for the other ranks: its collectives send nothing. Blocks repeat, so `plan` runs four of them
-# and repeats what they recorded. A simulated CUDA allocator ([lesson 5](05_maximising_throughput.ipynb)) turns
-# allocations into memory, and a replay ([lesson 4](04_backward_prefetch.ipynb)) turns kernels and collectives into
-# seconds.
+# `plan` builds the model from *fake tensors*, which have a shape and a dtype but no memory, so a 70B model fits on a
+# laptop. PyTorch's own `fully_shard` (FSDP2) shards it, and one rank runs two training steps. The backend `fake` stands
+# in for the other ranks: its collectives send nothing. Blocks repeat, so `plan` runs four and repeats what they
+# recorded. A simulated CUDA allocator ([lesson 5](05_maximising_throughput.ipynb)) turns allocations into memory, a
+# replay ([lesson 4](04_backward_prefetch.ipynb)) turns kernels and collectives into seconds.
 
 # %% tags=["card"]
 lesson.card(
@@ -66,9 +66,9 @@ lesson.card(
 # %% [markdown]
 # ## One plan
 #
-# `batch_size` counts the samples of all ranks together, so each rank has one here. Everything about GPUs in this lesson
-# is **simulated**, unless a sentence names a run. Compare "reserved" with the GiB after it, then find
-# the largest part of the peak.
+# `batch_size` counts the samples of all ranks and all micro-batches in a step, so each rank has one here. Everything
+# about GPUs in this lesson is **simulated**, unless a sentence names a run. Compare "reserved" with the GiB after it,
+# then find the largest part of the peak.
 
 # %% tags=["a-plan"]
 print(on_8)
@@ -81,12 +81,12 @@ print(on_8)
 # - **Verdict.** Real runs take more or less than planned, so the verdict has a margin, which the note gives: the middle
 #   80% of 14 published runs took 0.83 to 1.12 times the planned memory. "fits" means that even 1.12 times the reserved
 #   memory is within the room, "does not fit" that even 0.83 times the allocated memory is not, "tight" anything between.
-# - **Step.** 1.09 s is the estimate, and published runs make 0.961 to 1.24 s likely. At the best rates known for the GPU
-#   and its links, the *roofline*, it would be 0.843 s. For 0.0047 s a rank only sends: this is *exposed communication*.
-# - **MFU.** The model's matrix products, each counted once and attention as if it had no mask, are 55% of what the GPU's
-#   published rate allows in that time.
+# - **Step.** 1.09 s is the estimate, and published runs make 0.961 to 1.24 s likely. The *roofline*, 0.843 s, takes the
+#   best rates known for the GPU and its links. For 0.0047 s a rank only sends: this is *exposed communication*.
+# - **MFU.** 55% of the GPU's published rate goes into the model's own matrix products.
 #
-# When in the step is the peak? In the figure, follow the orange part; the dashed line is the room.
+# When in the step is the peak? In the figure, which shows allocated memory, follow the orange part. The dashed line is
+# the room, which has to hold the reserved memory: 6 GiB more, and not drawn.
 
 # %%
 fig, (axes,) = plots.figure(width=9.6, height=3.2)
@@ -94,7 +94,7 @@ on_8.plot(axes)
 plots.show(fig, alt="Simulated memory of one rank through a step: activations grow, then shrink.")
 
 # %% [markdown]
-# Each block adds its activations in forward, and backward frees them. So the peak comes when backward begins. The shards
+# Each block adds its activations in forward, and backward frees them, so the peak comes when backward begins. The shards
 # below them are 12 bytes per parameter, not 16, because no parameter has a gradient yet.
 #
 # Where your job differs from the defaults, say so:
@@ -111,8 +111,8 @@ plots.show(fig, alt="Simulated memory of one rank through a step: activations gr
 # ## The script
 #
 # Can a plan be right about memory that nobody has allocated yet? Save this as `train.py`, then `torchrun
-# --nproc-per-node 4 train.py`. Rank 0 plans a small Llama before there is a process group. Then all ranks train it in
-# float32, without activation checkpointing and with it, and `Meter` of lesson 0 counts the bytes of all living tensors.
+# --nproc-per-node 4 train.py`. Rank 0 plans a small Llama, then all ranks train it in float32, without activation
+# checkpointing and with it, and `Meter` of lesson 0 counts the bytes of all living tensors.
 #
 # ```python
 # import os
@@ -161,14 +161,13 @@ plots.show(fig, alt="Simulated memory of one rank through a step: activations gr
 # ```
 #
 # All numbers are for one rank. The **rule of thumb** is 16 bytes per parameter, for the parameter, its gradient and
-# AdamW's two moments in float32, divided by the number of ranks. It says 4 MiB both times, because it knows nothing of
-# activations. **Measured** is the peak on a real rank: 56 MiB, and 22 when each block is checkpointed. **Planned** was
-# computed before a tensor was allocated, and says the same to the MiB. "How sure" below asks it of GPUs.
+# AdamW's two moments in float32, divided by the number of ranks. It knows nothing of activations. **Measured** is the
+# peak on a real rank. **Planned** was computed before a tensor was allocated, and says the same to the MiB.
 #
 # ## Which setting?
 #
-# The 7B leaves 36 GiB free. Should you use them for a larger batch, and do you need checkpointing? A plan takes seconds,
-# so make several. In the table, look at the verdicts first, then at the last column.
+# The 7B leaves 36 GiB free. Should you use them for a larger batch, and do you need checkpointing? In the table, look at
+# the verdicts first, then at the last column.
 
 # %% tags=["sweep"]
 from fsdp_utils.lessons.tables import Table
@@ -177,7 +176,6 @@ plans = {(None, 1): on_8}
 for checkpointing, samples in ((None, 2), (None, 3), (None, 4), ("selective", 4), ("full", 4)):
     options = {"batch_size": 8 * samples, "checkpointing": checkpointing}
     plans[checkpointing, samples] = plan(LlamaConfig(), world_size=8, seq_len=4096, gpu="A100-80", **options)
-print(*plans[None, 4].advice[:2], sep="\n")
 Table(
     ["checkpointing", "samples of a rank", "allocated, GiB", "reserved, GiB", "verdict", "tokens/s of a GPU"],
     [
@@ -190,22 +188,25 @@ Table(
 assert [p.verdict for p in plans.values()] == ["fits", "fits", "tight", "does not fit", "fits", "fits"]
 speeds = {setting: p.tokens_per_s for setting, p in plans.items()}
 assert [round(speed / on_8.tokens_per_s, 2) for speed in speeds.values()][:4] == [1, 1.04, 1.05, 1.05]
-assert round(speeds["full", 4] / speeds[None, 4], 2) == 0.79
-assert round(speeds["selective", 4] / speeds[None, 2], 2) == 0.89
+assert (round(speeds["full", 4] / speeds[None, 4], 2), round(speeds["selective", 4] / speeds[None, 2], 2)) == (0.79, 0.89)
 assert round(100 * (1 - on_8.available_gib / plans[None, 3].peak_allocated_gib)) == 7
+kept = {}                                               # a loop that keeps its outputs, with the cache
+cached = plan(LlamaConfig(), world_size=8, batch_size=16, seq_len=4096, gpu="A100-80",
+              loss=lambda model, batch: kept.update(outputs=model(**batch, use_cache=True)) or kept["outputs"].loss)
+assert (f"{cached.peak_reserved_gib:.1f}", cached.verdict) == ("70.8", "tight")
 
 # %% [markdown]
-# Two samples without checkpointing are the fastest of these settings that fits. A third would gain 1% and is "tight": its
-# tensors have room only if the run takes over 7% less than planned. With "full" checkpointing four samples fit, at 79%
-# of the speed of four without it, because forward runs twice. Even "selective", which recomputes less, is 11% slower than
-# the second row, so this job needs no checkpointing. The `advice` above the table is that of the fourth row.
+# Two samples without checkpointing are the fastest of these settings that fits, for a loop that keeps no outputs. A third
+# would gain 1%, less than the error of a plan's seconds, and is "tight": its tensors have room only if the run takes over
+# 7% less than planned. With "full" checkpointing four samples fit, at 79% of the speed of four without it, because forward
+# runs twice. Even "selective" is 11% slower than the second row, so this job needs no checkpointing.
 #
 # ## Your own model and your own loop
 #
-# `plan` also takes a folder with a `config.json`. Look at the dtype in that file: where it says bfloat16, `plan` keeps
-# parameters, gradients and AdamW's moments in bf16, 8 bytes per parameter and not 16. Or give it your own `nn.Module`
-# with transformer blocks, and three functions: how you shard, what a batch is, and how your loop gets the loss. The
-# first loss below keeps a name for the logits, as `outputs = model(**batch)` does in many loops; the second does not.
+# `plan` also takes a folder with a `config.json`. Where that says bfloat16, `plan` keeps parameters, gradients and AdamW's
+# moments in bf16, 8 bytes per parameter and not 16. Or give it your own `nn.Module` with transformer blocks, and three
+# functions: how you shard, what a batch is, and how your loop gets the loss. The first loss below keeps a name for the
+# logits, as `outputs = model(**batch)` does in many loops.
 
 # %% tags=["own-model"]
 import torch
@@ -241,16 +242,18 @@ for my_loss in (keeps, lets_go):
 print(*own.notes)
 
 # %% [markdown]
-# The logits that the first loop keeps are 1.5 GiB, so write `loss=` as your loop does it. And read the note: all
-# published runs that tell a plan's error have causal attention. This model's is not causal, so "fits" has no measured
-# margin here.
+# The logits that the first loop keeps are 1.5 GiB, so write `loss=` as your loop does it. Given a config of transformers,
+# `plan` sets `use_cache=False`; set it in your training, too. By default `outputs` also keeps the keys and values of all
+# blocks, which the plan does not count: 2 GiB for each sample of the 7B above. Two samples would then reserve 70.8 GiB
+# and be "tight". And read the note: this model's attention is not causal, and no published run that tells a plan's error
+# has that. So "fits" has no measured margin here, and the rule says: measure.
 #
 # ## What more GPUs do not shrink
 #
-# By the rule of thumb, twice the GPUs halve a rank's memory. Do they? See which column shrinks for a Llama of 70B, with
-# full checkpointing and one sample of 8,192 tokens on each A100. `stored_point`, in the folded cell, looks up one of
-# 4,131 settings: some were simulated by `plan`, the others follow by formulas, within 3% where a test
-# compares them.
+# By the rule of thumb, twice the GPUs halve a rank's memory. See which column shrinks for a Llama of 70B, with full
+# checkpointing and one sample of 8,192 tokens on each A100. `stored_point`, in the folded cell, looks up one of
+# 4,131 settings: some were simulated by `plan`, the others, and all of this table, follow by formulas. In the four of
+# these that a test compares with `plan`, they are within 3%.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons.lesson import NOTEBOOKS
@@ -293,8 +296,8 @@ Table(["GPUs", "shards", "gathered, with buffers", "activations and the rest", "
 #   each token and each of 128,256 entries of the vocabulary, 3.9 GiB, and in backward two gradients of that size come on
 #   top. A loss that handles a part of the tokens at a time avoids most of these 12 GiB.
 #
-# The sliders start with the setting of "One plan". Each column is what a rank has allocated at its peak; the dashed line
-# is the room. No formula gives what is reserved on top: find a setting here, and decide by `plan`.
+# The sliders start with "One plan". Each column is what a rank has allocated at its peak; the dashed line is the room.
+# No formula gives what is reserved on top: find a setting here, and decide by `plan`.
 
 # %% jupyter={"source_hidden": true}
 NAMES = {"gathered, with buffers": "gathered parameters", "whole gradients, buffers": "whole gradients", "activations and the rest": "activations"}
@@ -312,14 +315,8 @@ explore(
 )
 
 # %% [markdown]
-# **Find with it**: with how many GPUs is the column of the 70B above within the room? And without checkpointing?
-#
-# <details><summary>Answer</summary>
-#
-# With 32: a rank has 52 GiB then, and with 16 it would have 80. Without checkpointing no number helps: on 1,024 GPUs a
-# rank still has 261 GiB, nearly all of it activations of its own sample.
-#
-# </details>
+# **Find with it** how many GPUs the 70B above needs. With 32 a rank has 52 GiB, with 16 it would have 80. Without
+# checkpointing no number helps: on 1,024 GPUs a rank still has 261 GiB, nearly all activations of its own sample.
 
 # %% tags=["check"]
 allocated = {(how, gpus): round(sum(stored_point("Llama 3 70B", "FULL_SHARD", how, gpus, 1, 8192, 1).parts))
@@ -330,10 +327,10 @@ assert min(allocated["none", gpus] for gpus in AXES[0]) > on_8.available_gib
 # %% [markdown]
 # ## What is exact
 #
-# Some numbers of a plan are no estimates: what a rank keeps, gathers and sends follows from the parameters' shapes and
-# dtypes, the strategy and the number of ranks. To see it, real ranks train a small Llama under FULL_SHARD ("full") and
-# ZeRO-2 ("grad_op", which keeps gathered blocks until backward: [lesson 6](06_sharding_strategies.ipynb)), and `plan`
-# gets the same job.
+# Some numbers of a plan are no estimates: what a rank keeps and gathers follows from the parameters' shapes and
+# dtypes, the strategy and the number of ranks. To see it, real ranks, on CPU where there is no GPU, train a small Llama
+# under FULL_SHARD ("full") and ZeRO-2 ("grad_op", which keeps gathered blocks until backward:
+# [lesson 6](06_sharding_strategies.ipynb)), and `plan` gets the same job.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -405,9 +402,8 @@ for strategy, blocks in {"full": 3, "grad_op": 8}.items():      # at the peak: t
     assert real[strategy][0]["gathered"] == 4 * (root + blocks * block)
 
 # %% [markdown]
-# Planned and measured agree to a tenth of a KiB. The curves follow the gathered bytes of a real rank; the dashed line is
-# the plan's peak. The lowest grey line is the root alone, and each line above it adds one block: count lines up to the
-# highest point of each curve.
+# They agree to a tenth of a KiB. The curves follow the gathered bytes of a real rank; the dashed line is the plan's peak.
+# The lowest grey line is the root alone, and each line above adds one block: count lines up to each curve's highest point.
 
 # %%
 fig, both = plots.figure(2, width=9.6, height=2.8)
@@ -424,17 +420,15 @@ for axes, (strategy, (_, curve, forward)) in zip(both, real.items()):
 plots.show(fig, alt="Gathered bytes on a real rank through a step, up to the planned peak: a few blocks, or the whole model.")
 
 # %% [markdown]
-# Under "full" a rank has the root, the block in use, and one all-gather buffer: in forward the one out of which that
-# block was copied, in backward that of the next block, which is prefetched. At the spikes, in forward, the next block is
-# copied out of its buffer while the buffer before is still there: three blocks' worth. Under "grad_op" forward frees no
-# block, so each adds a line, up to the whole model and two buffers. The root stays in both, which is FSDP2's default.
+# Under "full" a rank has the root, the block in use, and one all-gather buffer. At the spikes, in forward, the next block
+# is copied out of its buffer while the buffer before is still there: three blocks' worth. Under "grad_op" forward frees
+# no block, so each adds a line, up to the whole model and two buffers. The root stays in both, FSDP2's default.
 #
 # ## Your turn 1 · A rank's bytes
 #
 # **Goal**: predict these numbers yourself, to 1%. All parameters are float32, 4 bytes each.
 #
-# **Given**: the numbers of parameters in the root and in one block (`root`, `block`), of blocks (`blocks`) and of ranks
-# (`world`), and the `strategy`, "full" or "grad_op".
+# **Given**: the parameters in the root and in one block, the numbers of blocks and ranks, and the strategy.
 #
 # **Return** three numbers of bytes, for one rank:
 #
@@ -444,8 +438,7 @@ plots.show(fig, alt="Gathered bytes on a real rank through a step, up to the pla
 #
 # <details><summary>Hint</summary>
 #
-# For the second, count grey lines. For the third: under "full" each block is gathered twice and the root once, under
-# "grad_op" each unit once. Each unit's gradient is reduced once.
+# For the third: "full" gathers each block twice and the root once, "grad_op" each unit once. Each gradient is reduced once.
 #
 # </details>
 
@@ -543,10 +536,10 @@ def my_rank(root, block, blocks, world, strategy):
 # %% [markdown]
 # ## How sure
 #
-# Activations, what the allocator reserves, and seconds are estimates. `notebooks/published.yaml` has training runs that
-# others have published. The planner's constants were fitted to some of their sources; here are the runs of the others,
-# which were **kept apart**, and ten of our own: `benchmarks/gpu.py` planned eager Llamas, then measured them on one H200
-# with torch 2.11. Each dot is a run. Right of 1 it took more than planned: which rows stray?
+# Activations, reserved memory and seconds are estimates. `notebooks/published.yaml` has runs that others published. The
+# planner's constants were fitted to some of their sources; here are the runs of the others, to which no constant was
+# fitted (**kept apart**), and ten of our own, which `benchmarks/gpu.py` planned and measured on one H200 with torch 2.11.
+# Each dot is a run. Right of 1 it took more than planned: which rows stray?
 
 # %% jupyter={"source_hidden": true} tags=["errors", "guide"]
 from fsdp_utils.lessons import recorded
@@ -557,7 +550,9 @@ for row in predicted:
     speed, peak = row["tokens_per_s"], row["peak_gib"]
     if row["split"] == "held_out":
         runs += [("seconds", row["kind"], row["gpu"][:4], speed[0] / speed[1])] if speed else []
-        runs += [("memory", row["kind"], row["gpu"][:4], peak[1] / peak[0])] if peak else []
+        which = "noted" if row["gpu"].startswith("H200") or "offload" in row["id"] else row["kind"]
+        clear = peak and row["id"] != "torchtune-70b-offload"       # which memory that means is not known
+        runs += [("memory", which, row["gpu"][:4], peak[1] / peak[0])] if clear else []
     if row["id"].startswith("atorch-7b-g"):             # four runs of one program, planned without its `loss=`
         gpus = int(row["id"][len("atorch-7b-g"):])
         job = {"world_size": gpus, "batch_size": 4 * gpus, "seq_len": 4096, "checkpointing": "full"}
@@ -569,9 +564,10 @@ for row in recorded.load("planner")["results"]["rows"]:
     runs.append(("memory", "ours", "H200", max(found / told for told, found in both)))
     runs += [("seconds", which, "H200", row["step_s"][1] / row["step_s"][0])] if "step_s" in row else []
 KINDS = {                                               # what, which runs, on which GPUs, what to do
-    "memory, eager, with its loop's loss=": ("memory", "eager", "A100 H100 H200", "rent what fits"),
-    "memory, compiled, with its loop's loss=": ("memory", "compiled", "H100 H200", "rent what fits"),
-    "memory, our runs": ("memory", "ours", "H200", "rent what fits"),
+    "memory, eager, with its loop's loss=": ("memory", "eager", "A100 H100", "rent what fits"),
+    "memory, compiled, with its loop's loss=": ("memory", "compiled", "H100", "rent what fits"),
+    "memory, with loss=, H200 or offload": ("memory", "noted", "A100 H200", "measure"),
+    "memory, our runs": ("memory", "ours", "H200", "measure"),
     "memory, without loss=": ("memory", "without", "A100", "plan with loss="),
     "seconds in bf16, eager": ("seconds", "eager", "A100 H100", "expect the printed range"),
     "seconds in bf16, compiled": ("seconds", "compiled", "H100", "expect the printed range"),
@@ -581,7 +577,7 @@ KINDS = {                                               # what, which runs, on w
     "seconds of 512 tokens, our run": ("seconds", "short", "H200", "measure"),
 }
 COLOR = dict(zip(("A100", "H100", "H200"), plots.RANK_COLORS))
-fig, (axes,) = plots.figure(width=9.6, height=3.2)
+fig, (axes,) = plots.figure(width=9.6, height=3.4)
 rows = []
 for line, (job, (what, kinds, gpus, todo)) in enumerate(KINDS.items()):
     found = [run for run in runs if run[0] == what and run[1] in kinds.split() and run[2] in gpus]
@@ -601,40 +597,41 @@ plots.show(fig, alt="Real divided by planned, a dot for each run, coloured by GP
 Table(["your job", "GPU", "runs", "real / planned", "what to do"], rows)
 
 # %% tags=["check"]
-assert [row[2] for row in rows] == [10, 6, 10, 4, 23, 3, 5, 4, 1, 1]
-assert [row[3] for row in rows] == ["0.97 to 1.04", "0.95 to 0.97", "1.00 to 1.02", "1.87 to 2.45", "0.90 to 1.12",
-                                    "0.98 to 1.00", "0.80 to 0.88", "0.87 to 1.01", "1.36", "5.19"]
+assert [row[2] for row in rows] == [7, 2, 7, 10, 4, 23, 3, 5, 4, 1, 1]
+assert [row[3] for row in rows] == ["1.01 to 1.04", "0.95 to 0.97", "0.95 to 1.02", "1.00 to 1.02", "1.87 to 2.45",
+                                    "0.90 to 1.12", "0.98 to 1.00", "0.80 to 0.88", "0.87 to 1.01", "1.36", "5.19"]
 assert 41 < 8 * max(run[3] for run in runs) < 42        # µs per kernel in the last row, which was planned as 8
-margin = sorted(row["peak_gib"][1] / row["peak_gib"][0] for row in predicted if row["split"] == "fit" and row["peak_gib"])
-assert (len(margin), f"{margin[0]:.2f}", f"{margin[-1]:.2f}") == (14, "0.78", "1.19")
 ended = [(row["verdict"], row["outcome"]) for row in predicted]
 assert (len(ended), ended.count(("fits", "ran")), ended.count(("fits", "out of memory"))) == (99, 83, 0)
+assert sum((row["verdict"], row["split"]) == ("fits", "fit") for row in predicted) == 53
+eager = [row["peak_gib"] for row in predicted if row["peak_gib"] and (row["split"], row["kind"]) == ("held_out", "eager")]
+assert [len(eager), *(f"{end(real / told for told, real in eager):.2f}" for end in (min, max))] == [10, "0.97", "1.04"]
 assert (ended.count(("tight", "out of memory")), ended.count(("does not fit", "out of memory"))) == (1, 2)
 
 # %% [markdown]
-# - **The loop** matters most. The fourth row has runs of the first, planned as you might plan them: without `loss=`.
-#   Their program keeps `outputs = model(**batch)` until the next step, and these held float32 logits and all keys and
-#   values. For the first row we had read the programs.
-# - **H200**: published runs were faster than planned, eager or compiled; nothing was fitted on this GPU. Our own seconds
-#   are of one rank, so they test kernels and no communication.
+# - **The loop** matters most. The row "without `loss=`" has four runs of the first row, as planned before we had read
+#   their program. It keeps `outputs = model(**batch)` until the next step, with float32 logits and all keys and values,
+#   as the first row's `loss=` does. A `loss=` that keeps the outputs of today's transformers, without the cache, would
+#   still miss: 1.79 on 8 GPUs. So rows 1 and 3 hold plans made anew after a miss (compiled runs had taken 0.81 to 0.97);
+#   torchtitan's four runs alone, 0.95 to 1.04, stand as first planned. All this checks `plan`, not your loop.
+# - **Noted**: for H200, offload and float32, `plan` prints that its error is unknown. Hence "measure", also in rows whose
+#   dots are near 1. Our own seconds are of one rank, so they test kernels and no communication.
 # - **Float32**: `plan` takes the GPU's published rate in full, as there was no run to fit. **512 tokens**: it allows 8 µs
-#   for each kernel, and the run took over 40, probably because Python, with FSDP2's hooks, sets the pace.
+#   for each kernel, and the run took over 40, probably because Python sets the pace.
 #
-# The verdict's margin is wider than the first three rows, because it comes from other runs: 14 fitted ones, 13 of them on
-# an H100 of 500 W, took 0.78 to 1.19 times the planned memory. Of all 99 planned runs, none of the 83 that were said to
-# fit ran out of memory, but only three ran out at all. Not in the table: a 70B with offload at 0.50, whose source does
-# not say which memory it means.
+# Of all 99 planned runs, 83 were said to fit: 53 fitted ones and 30 kept apart. None of them ran out of memory, but only
+# three of the 99 did at all. Not in the table: a 70B with offload at 0.50, whose source does not say which memory it means.
 #
 # ## Your turn 2 · Plan a colleague's loop
 #
-# The ranks run a colleague's loop once, to compare your plan with its peak.
+# The ranks run a colleague's loop once, to measure its peak. Its config switches the cache off, as `plan` does.
 
 # %%
 # %%ranks
 SMALL = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 def colleagues_loop():
-    model = shard(LlamaForCausalLM(LlamaConfig(**SMALL)).to(device))
+    model = shard(LlamaForCausalLM(LlamaConfig(**SMALL, use_cache=False)).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):
         for _ in range(2):                                      # micro-batches
@@ -653,18 +650,16 @@ colleague = {"peak": meter.peak_tensor_bytes, "at rest": 2 * local_bytes(model.p
 # %% [markdown]
 # **Goal**: the plan of this job, whose peak is what the ranks measured, to 2%.
 #
-# **Given**: the model's `config` and the number of ranks, `world`. **Return** what `plan` returns; an argument of which
-# the loop says nothing keeps its default.
+# **Given**: config and number of ranks. **Return** what `plan` returns; keep defaults where the loop says nothing.
 #
 # <details><summary>Hint</summary>
 #
-# Five things differ from the call at the top: the batch, the micro-batches, the dtype, the optimizer, and what is alive
-# when the next forward begins. The table under "One plan" has their arguments.
+# Batch, micro-batches, dtype, optimizer, and what is alive when the next forward begins: see the table under "One plan".
 #
 # </details>
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
+from fsdp_utils.lessons.your_turn import Goal, NotYet, at_most, exactly, turn
 from fsdp_utils.planner import Plan
 
 world, colleague, small = ranks.get("(world, colleague, SMALL)")[0]
@@ -674,7 +669,10 @@ GOALS = {
     "computes in": exactly("float32", "The loop has no policy: with `mp_policy=None` it computes in its parameters' dtype."),
     "at rest: % off": at_most(1, "SGD with momentum keeps one number per parameter, AdamW two, SGD without momentum none: "
                                  "`optimizer=` takes a function of the list of parameters."),
-    "peak: % off": at_most(2, "The name `outputs` keeps the logits until the next forward has ended: let `loss=` keep them, too."),
+    "peak: % off": Goal("-2 to 2", lambda off: abs(off) <= 2, lambda off: (
+        "Planned too little: the name `outputs` keeps the logits until the next forward has ended. Let `loss=` keep them, too."
+        if off < 0 else
+        "Planned too much: the loop's next `outputs` replace the last ones. Let `loss=` keep those of one forward, without a cache.")),
 }
 
 @turn(2, GOALS)
@@ -685,9 +683,9 @@ def score_plan(my_plan):
     if (mine.setting.world_size, mine.setting.seq_len) != (world, 256):
         raise NotYet(f"Plan for {world} ranks and samples of 256 tokens.")
     rest, peak = sum(mine.at_rest.values()), mine.peak_allocated_gib
-    off = {"at rest": rest * 2**30 / colleague["at rest"], "peak": peak * 2**30 / colleague["peak"]}
+    rest, peak = (100 * (mine * 2**30 / colleague[what] - 1) for what, mine in (("at rest", rest), ("peak", peak)))
     found = {"samples in a step": mine.setting.batch_size, "micro-batches": mine.setting.micro_batches,
-             "computes in": mine.computes_in} | {f"{what}: % off": round(100 * abs(r - 1), 1) for what, r in off.items()}
+             "computes in": mine.computes_in, "at rest: % off": round(abs(rest), 1), "peak: % off": round(peak, 1)}
     others = list(GOALS)[:-1]                                   # the peak tells of the loop only if these are right
     return found if all(GOALS[name].meets(found[name]) for name in others) else {name: found[name] for name in others}
 
@@ -771,6 +769,13 @@ def my_plan(config, world):                                     # the model's ow
     return plan(config, world_size=world, batch_size=8 * world, micro_batches=2, seq_len=256, mp_policy=None,
                 optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
 
+# %% tags=["wrong"] turn=2 says="Planned too much"
+def my_plan(config, world):                                     # the outputs of every forward
+    kept = []
+    return plan(config, world_size=world, batch_size=8 * world, micro_batches=2, seq_len=256, mp_policy=None,
+                loss=lambda model, batch: kept.append(model(**batch)) or kept[-1].loss,
+                optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+
 # %% tags=["wrong"] turn=2 says="Return what"
 def my_plan(config, world):
     return 34.5
@@ -783,13 +788,13 @@ def my_plan(config, world):
 # | `expected a batch_size that 8 ranks in 1 micro-batches can share` | it counts the samples of all ranks in a step | a multiple of ranks times micro-batches |
 # | `there is a process group already` | `plan` makes one of its own, of ranks that do not exist | plan before `init_process_group` |
 # | `how far off this prediction may be is unknown` in a plan's notes | another GPU than A100 and H100, float32, offload, experts, frozen parameters (LoRA), no causal attention | measure three steps before you rent |
-# | the run takes more memory than planned | the loop keeps outputs; or, not simulated: workspaces of cuBLAS and attention, batches of changing length | write `loss=` as your loop does it |
+# | the run takes more memory than planned | the loop keeps outputs; or, not simulated: workspaces of cuBLAS and attention, batches of changing length | write `loss=` as your loop does it, and set `use_cache=False` in your config |
 # | the run is slower than planned | not simulated: loading data, a slow rank, a shared network; a CPU that takes over 8 µs to launch a kernel | record a step ([lesson 4](04_backward_prefetch.ipynb)) |
 #
 # ## The rule
 #
-# Plan with the `loss=` of your own loop, and rent what "fits". Where it is "tight" or its error unknown, measure three
-# steps before you rent many GPUs. One GPU is enough to see the memory: be rank 0 of a `fake` group of 64 there, as
+# Plan with the `loss=` of your own loop. Rent where the verdict is "fits" and no note says that the error is unknown;
+# elsewhere, measure three steps first. One GPU is enough to see the memory: be rank 0 of a `fake` group of 64 there, as
 # `benchmarks/gpu.py` is. On 8 real ranks the shards would be eight times as large.
 #
 # [← lesson 13](13_from_fsdp1_to_fsdp2.ipynb) · [lesson 15 →](15_when_it_hangs.ipynb)
