@@ -2,7 +2,7 @@
 # # 6 · Sharding strategies
 #
 # Which strategy for my model and my links? **Begin with FULL_SHARD, the default of `fully_shard`. If the GPU never
-# waits for communication, no other strategy is noticeably faster. A GPU that computes 400 TFLOP/s needs for that about
+# waits for communication, no other strategy is noticeably faster. For that, a GPU of 400 TFLOP/s needs about
 # 12,000 tokens per rank in a forward pass where a host sends 50 GB/s to the next, and 1,500 where it sends 400. With
 # fewer tokens, pay memory to send less,** by an argument or two of `fully_shard`, for each block and then the model
 # (DDP is there to compare):
@@ -461,7 +461,7 @@ assert at_50_mbit[2:] == [("FULL_SHARD", 9.8), ("HYBRID_SHARD", 3.0)]
 # one, HYBRID_SHARD isn't faster than ZeRO-2: its gathers within the host take time, too, and the replay sends one
 # collective at a time. On a slower link those gathers count less: at 5 GB/s and 15,000 tokens a step takes 4.1 times
 # its computation under HYBRID_SHARD with one micro-batch, and 5.1 under ZeRO-2. On a faster one they count more: at
-# 100 GB/s and 2,000 tokens a step takes 2.6, even under FULL_SHARD only 2.5.
+# 100 GB/s and 2,000 tokens it takes 2.6, longer than FULL_SHARD with 2.5.
 #
 # A recording has a real link, limited by `tc` to 50 Mbit/s, between two hosts of two ranks on one machine: 9.8 s a
 # step under FULL_SHARD, 3.0 under HYBRID_SHARD, with one micro-batch in float32. Expect a smaller difference on GPUs:
@@ -630,7 +630,7 @@ def my_strategy(job):
 #
 # ZeRO-1 cuts only the optimizer's state; parameters and gradients are complete for the whole step, 2 and 4 bytes per
 # parameter. Write `my_accumulate(model, batches)`, which gathers each unit once and reduces it once for all four
-# micro-batches. (One unit gathered ahead, once more, passes.)
+# micro-batches. (A single unit gathered twice still passes.)
 #
 # - Given: `model`, the one above under FULL_SHARD; `batches`, a list of four inputs. The loss of one is
 #   `model(x).square().mean() / len(batches)`.
