@@ -125,7 +125,7 @@ def in_chromium(html: str, folder: Path) -> list:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-@pytest.mark.parametrize(("lesson", "sliders"), [("06", 3), ("14", 7)])
+@pytest.mark.parametrize(("lesson", "sliders"), [("06", 4), ("14", 7)])
 def test_every_slider_of_a_lesson_changes_its_figure(lesson: str, sliders: int, tmp_path: Path):
     (path,) = (ROOT / "notebooks").glob(f"{lesson}_*.ipynb")
     outputs = [

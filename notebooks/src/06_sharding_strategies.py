@@ -182,7 +182,7 @@ def batch(number):  # f32[2, 256], other samples on each rank; so few that activ
     return torch.randn(2, 256, generator=torch.Generator().manual_seed(100 * rank + number)).to(device)
 
 
-local = lambda tensor: tensor.to_local() if isinstance(tensor, DTensor) else tensor  # noqa: E731
+local = lambda tensor: tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def hold(model, micro_batches=1, before=lambda model, is_last: None):
