@@ -467,8 +467,8 @@ Table(["learning rate", *(f"loss, {way}" for way in ways), "made in bf16: moved 
 from fsdp_utils import check_sharding, record_collectives
 
 model = build().to(bf16)
-fully_shard(model.down, mp_policy=MixedPrecisionPolicy(bf16))
-fully_shard(model, mp_policy=MixedPrecisionPolicy(bf16, fp32))
+for part, reduce_dtype in ((model.up, fp32), (model.down, None), (model, fp32)):
+    fully_shard(part, mp_policy=MixedPrecisionPolicy(bf16, reduce_dtype))
 optimizer = torch.optim.AdamW(model.parameters())
 with record_collectives(model) as trace:
     model(torch.randn(8, 16, device=device)).float().square().mean().backward()
