@@ -127,8 +127,7 @@ lesson.card(
 # ```
 #
 # **4.0 and 2.0 in the first row.** The eight layers have 526,336 parameters, which take 2.0 MiB in float32. A
-# step gathers each layer twice, for forward and again for backward, and reduces each gradient once. (These are the
-# sizes of full tensors; each rank already has a quarter.)
+# step gathers each layer twice, for forward and again for backward, and reduces each gradient once.
 #
 # **The next two rows.** `param_dtype=torch.bfloat16` halves what is gathered. `reduce_dtype=torch.float32` keeps
 # the reduction at 2.0 MiB. Without it, FSDP reduces in the dtype of the gradients, which is bf16, and that
@@ -300,8 +299,7 @@ draw_dtypes(ways)
 #
 # Accelerate's `mixed_precision="bf16"` sets `reduce_dtype` and `output_dtype` to bf16 under FSDP2, unless you pass
 # a policy of your own. From transformers 5 on, `from_pretrained` gives a model the dtype that its config names,
-# which is often bf16: pass `dtype=torch.float32`. (With mixed precision on, Accelerate 1.15 makes trained weights
-# fp32 before it shards them by FSDP2; `fully_shard` does not.)
+# which is often bf16: pass `dtype=torch.float32`.
 #
 # PyTorch's and transformers' norms get bf16 from the policy but calculate in fp32 inside, so most models need
 # nothing more. If yours has a norm written by hand without `.float()`, make it a unit of its own, before the block
