@@ -5,17 +5,18 @@
 # give `fully_shard` a `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`, and
 # leave autocast off.** Matrix products, activations and all-gathers then run in bf16: half the bytes, and on
 # the H200 below a step 4.3 times as fast as in fp32 without TF32. What must not be rounded stays in float32: the
-# mean of the gradients over the ranks, the weights, and AdamW's moments.
+# sums of gradients over ranks and over micro-batches, the weights, and AdamW's moments.
 #
 # Trained so, this lesson's small model has the loss of its fp32 run to three decimals. Made in bf16 itself, it gets
-# a fifth as far at a learning rate of 1e-4, and no error tells you.
+# a fifth as far at a learning rate of 1e-4, and no error tells you. Nor does any tell you that `reduce_dtype` is
+# missing: then the gradient of 64 accumulated micro-batches is 0.8% off here, and with it 0.2%.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots, recorded
 from fsdp_utils.lessons.tables import Table
 
 MOMENTS = ("shards at rest", "all-gather", "forward matmul", "norm, softmax", "activation", "output",
-           "backward matmul", "reduce-scatter", ".grad", "AdamW's moments")
+           "loss", "backward matmul", "reduce-scatter", ".grad", "AdamW's moments")
 COLORS = {"fp32": plots.RANK_COLORS[4], "bf16": plots.RANK_COLORS[1], "fp16": plots.RANK_COLORS[3]}
 
 
@@ -32,45 +33,47 @@ def draw_dtypes(ways):
     axes.set_xticks(range(len(MOMENTS)), labels, fontsize=8)
     axes.xaxis.tick_top()
     if len(ways) == 1:                               # where FSDP casts
-        axes.annotate("", (0.5, 0.62), (6.5, 0.62), arrowprops={"arrowstyle": "|-|", "color": plots.INK})
-        axes.text(3.5, 0.95, "inside a unit of FSDP", ha="center", va="center", fontsize=9, color=plots.INK)
-        for x in (0.5, 6.5):
-            axes.text(x, 0.95, "cast", ha="center", va="center", fontsize=9, color=plots.INK)
+        for ends in ((0.5, 5.5), (6.5, 7.5)):
+            axes.annotate("", *((x, 0.62) for x in ends), arrowprops={"arrowstyle": "|-|", "color": plots.INK})
+        for x, words in ((0.5, "cast"), (3, "inside a unit of FSDP"), (6, ".float()"), (7.5, "cast")):
+            axes.text(x, 0.95, words, ha="center", va="center", fontsize=9, color=plots.INK)
     axes.set(xlim=(-0.55, len(MOMENTS) - 0.45), ylim=(1.15 if len(ways) == 1 else len(ways) - 0.4, -0.6))
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     return plots.show(fig, alt=f"Dtypes at each moment of a step, for {', '.join(ways)}.")
 
 
-expected = {moment: "bfloat16" if moment in MOMENTS[1:7] else "float32" for moment in MOMENTS}
+in_bf16 = {*MOMENTS[1:6], "backward matmul"}
+expected = {moment: "bfloat16" if moment in in_bf16 else "float32" for moment in MOMENTS}
 draw_dtypes({"one step": expected})
 
 # %% [markdown]
 # One training step under this policy; fp32 is float32, an activation is what the first layer
 # returns, and the output is what the model returns. A rank keeps its **shard**, its part of every parameter, in
-# fp32. It casts the shard to bf16 before the all-gather, computes forward and backward in bf16, and goes back to
+# fp32. FSDP casts the shard to bf16 before the all-gather, computes forward and backward in bf16, and goes back to
 # fp32 for the reduce-scatter, which averages the gradients over the ranks. From there to the optimizer everything
-# is fp32.
+# is fp32. The square of an operation shows the dtype of its input: the kernel of a norm or softmax still calculates in
+# fp32. The loss is your script's part: bf16 numbers between 2 and 4 are 1/64 apart, so a loss in bf16 moves in coarse
+# steps. `.float()` on the output prevents that.
 #
-# **bf16** (bfloat16) is 16 bits wide. It has the range of fp32 but only 8 significant bits where fp32 has 24,
-# fewer than three decimal digits. Matrix products get along with that, because their kernels add up in fp32
-# and round once, at the end. A sum that is rounded to bf16 after each addition does not: a small number added
-# to a large one can vanish. Two sums of training are of that kind, and this lesson measures both.
+# **bf16** (bfloat16) has the range of fp32 in 16 bits, but only 8 significant bits where fp32 has 24. Matrix products get along with that, because their kernels add up in fp32 and
+# round the result (where cuBLAS splits a product, it may round the partial sums, too). A sum that is rounded to bf16
+# after each addition does not: a small number added to a large one can vanish. Training has three sums of that kind,
+# and this lesson measures each: gradients over ranks, gradients over micro-batches, and updates onto a weight.
 
 # %% tags=["card"]
 lesson.card(
     7,
     learn="set the dtypes of a step, notice a wrong one, and know where bf16 loses digits",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 19, 19),
+    minutes=(1, 20, 18),
 )
 
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It trains the same model in four ways, the
-# last of them with the model made in bf16. For each it prints the bytes of the last step's collectives, the last
-# loss, and how many weights of rank 0's shards are no longer what they were.
+# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It trains the same model in four ways. For each
+# it prints the bytes of the last step's collectives, the last loss, and how many of rank 0's weights have moved.
 #
 # ```python
 # import torch
@@ -124,24 +127,23 @@ lesson.card(
 # ```
 #
 # **4.0 and 2.0 in the first row.** The eight layers have 526,336 parameters, which take 2.0 MiB in float32. A
-# step gathers each layer twice, for forward and again for backward, so it gathers 4.0 MiB. It reduces each
-# gradient once, 2.0 MiB. (These are the sizes of full tensors; each rank already has a quarter.)
+# step gathers each layer twice, for forward and again for backward, and reduces each gradient once.
 #
 # **The next two rows.** `param_dtype=torch.bfloat16` halves what is gathered. `reduce_dtype=torch.float32` keeps
 # the reduction at 2.0 MiB. Without it, FSDP reduces in the dtype of the gradients, which is bf16, and that
 # number is halved too. So the fp32 reduction costs 4.0 instead of 3.0 MiB a step.
 #
-# **The last row** has the bytes of the right one, and the same loss, which ten such small steps do not change. But
-# 94 of 100 weights have not moved. A wrong dtype stays unnoticed until you look at the dtypes themselves.
+# **The last row** has the bytes and the loss of the right one, but 94 of 100 weights have not moved. A wrong dtype
+# stays unnoticed until you look at the dtypes themselves.
 #
 # ## What you gain
 #
-# Fewer bytes are one gain. The larger one is arithmetic, because a GPU's tensor cores multiply bf16 matrices
-# many times faster than its other cores multiply fp32 ones. The table shows one H200 that trains a Llama of 0.95
+# Fewer bytes are one gain. The larger one is arithmetic: a GPU's tensor cores multiply bf16 matrices many times
+# faster than its other cores multiply fp32 ones. The table shows one H200, the only rank, that trains a Llama of 0.95
 # billion parameters with sequences of 2,048 tokens (FSDP2 with `param_dtype` alone, torch 2.11). The fp32 row is
-# PyTorch's default, without TF32; if you train with TF32 today, you gain less. It is the only rank: nothing is sent.
+# PyTorch's default, without TF32; if you train with TF32 today, you gain less.
 
-# %% tags=["on-a-gpu"]
+# %% tags=["on-a-gpu"] jupyter={"source_hidden": true}
 measured = "1 ranks, 16 layers of width 2048, {} samples of 2048 tokens, strategy full, {}, checkpointing None"
 runs = {row["setting"]: row for part in ("planner", "selective") for row in recorded.load(part)["results"]["rows"]}
 of_two, fp32, of_four = runs["none, eager, batch of 2"], runs[measured.format(2, "fp32")], runs[measured.format(4, "bf16")]
@@ -153,10 +155,11 @@ Table(["on one H200", "sequences", "seconds a step", "GiB at the peak"],
       [[way, n, f"{s:.3f}", f"{g:.1f}"] for way, n, s, g in table])
 
 # %% [markdown]
-# With two sequences the step is 4.3 times as fast. That is a lower bound: with twice the tokens a step in bf16
-# takes hardly longer, so at two the GPU often waits for Python. The memory falls by a fifth only at this batch:
-# the policy halves most activations and the gathered copies, but each parameter still has 4 bytes of weight, 4 of
-# gradient and 8 of AdamW's moments, 14.2 GiB here. FSDP divides these 16 bytes by the number of ranks.
+# With two sequences the step is 4.3 times as fast. Larger batches of this model gain more: with twice the tokens a
+# step in bf16 takes only 12% longer, so at two the GPU often waits for Python. The memory
+# falls by a fifth at this batch: the policy halves most activations and the gathered copies, but not the 16 bytes
+# that each parameter has in weight, gradient and AdamW's moments (4, 4 and 8), 14.2 GiB here. FSDP divides these by
+# the number of ranks.
 #
 # ## Every moment of a step
 #
@@ -209,10 +212,8 @@ def sharded(param_dtype=None, reduce_dtype=None, made_in=fp32):
     return fully_shard(build().to(made_in), mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
 
 # %% [markdown]
-# PyTorch can call an object of yours for each operation that it runs, in forward and in backward: a *dispatch
-# mode*. `Probe` is one. While it is active, it notes the dtype that goes into each all-gather,
-# reduce-scatter, matrix product, and norm or softmax. (The check for your
-# own model, below, is shorter.)
+# PyTorch can call an object of yours for each operation that it runs: a *dispatch mode*. `Probe` is one. While it is
+# active, it notes the dtype that goes into each all-gather, reduce-scatter, matrix product, and norm or softmax.
 
 # %%
 # %%ranks
@@ -242,7 +243,7 @@ class Probe(TorchDispatchMode):
 # %% [markdown]
 # The folded cell trains one step in each of five ways, and its `probed` returns the dtype at each moment: with two
 # of the script's policies; with `torch.autocast` in place of a policy; with both; and with a model that was made in
-# bf16. Guess, before you look, where each row differs from the drawing at the top.
+# bf16. A guess before you look: in which squares does the second row, without `reduce_dtype`, differ from the first?
 
 # %% tags=["dtypes"] jupyter={"source_hidden": true}
 # %%ranks
@@ -258,12 +259,13 @@ def probed(model, context=contextlib.nullcontext):
     found["shards at rest"] = name(p.dtype for p in model.parameters())
     with Probe() as forward, context():
         output = model(x)
+        loss = F.mse_loss(output.float(), x)
     with Probe() as backward:
-        F.mse_loss(output.float(), x).backward()
+        loss.backward()
     hook.remove()
     for phase, seen in {"forward": forward.seen, "backward": backward.seen}.items():
         found |= {f"{phase} matmul" if what == "matmul" else what: name(dtypes) for what, dtypes in seen.items()}
-    found |= {"activation": name(activations), "output": name([output.dtype])}
+    found |= {"activation": name(activations), "output": name([output.dtype]), "loss": name([loss.dtype])}
     found[".grad"] = name(p.grad.dtype for p in model.parameters())
     optimizer.step()
     found["AdamW's moments"] = name(state["exp_avg"].dtype for state in optimizer.state.values())
@@ -289,33 +291,38 @@ draw_dtypes(ways)
 #   after it was rounded. So `.grad.dtype` cannot tell you how the gradients were added up.
 # - **autocast, no policy** gathers fp32, twice the bytes. Autocast casts a weight when an operation needs it,
 #   and by then the all-gather is over.
-# - **autocast and policy** adds nothing to the policy here. (On CUDA the square "norm, softmax" is fp32 in both
-#   autocast rows, by [autocast's list](https://docs.pytorch.org/docs/stable/amp.html).)
+# - **autocast and policy** adds nothing to the policy here. (On CUDA, autocast makes the norm and the softmax fp32.)
 # - **policy, model made in bf16**: weights, gradients and moments are bf16 for good. The policy casts for
 #   computing only.
 #
-# ## Two defaults, and one exception
+# ## Accelerate, transformers, and a norm in fp32
 #
 # Accelerate's `mixed_precision="bf16"` sets `reduce_dtype` and `output_dtype` to bf16 under FSDP2, unless you pass
 # a policy of your own. From transformers 5 on, `from_pretrained` gives a model the dtype that its config names,
-# which is often bf16: pass `dtype=torch.float32`. (Accelerate 1.15 makes trained weights fp32 before it shards
-# them; `fully_shard` does not.)
+# which is often bf16: pass `dtype=torch.float32`.
 #
-# The exception is a norm in fp32. Norms get bf16 from the policy but calculate in fp32 inside, so most models need
-# nothing more. If yours does, make the norm a unit of its own, before the block around it, with
-# `MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)`, because the next layer has bf16
-# weights. Such a norm adds collectives, and its saved input is fp32.
+# PyTorch's and transformers' norms get bf16 from the policy but calculate in fp32 inside, so most models need
+# nothing more. If yours has a norm written by hand without `.float()`, make it a unit of its own, before the block
+# around it, with `MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)`.
 #
 # ## What adding up in bf16 costs
 #
-# What do you get for the fp32 reduction's third more bytes? A reduction over many ranks is many additions, and in
-# bf16 each of them rounds its result to 8 bits. Here each of 2, 8 or 64 simulated ranks has 16,384 gradients, cast
-# to bf16, as backward would leave them: all of them about 1, or of both signs. One process adds them up one by
-# one, as NCCL's ring does, in bf16 and in fp32. The numbers are the error of the sum, in percent of the exact sum
-# before the cast.
+# In the script, `reduce_dtype=torch.float32` sent 4.0 instead of 3.0 MiB. What do you get for the third more bytes?
+# It is the dtype of two sums, and both are measured here.
+#
+# - **Over the ranks.** Each of 1, 8 or 64 simulated ranks has 16,384 gradients of about 1, cast to bf16, as backward
+#   would leave them. One process adds them up one by one, as NCCL's ring does.
+# - **Over micro-batches.** If you accumulate gradients with `set_requires_gradient_sync(False)`, FSDP2 adds up those
+#   of 1, 8 or 64 micro-batches on each rank. This is real FSDP2 on the four ranks, with 4 samples in a micro-batch.
+#
+# The table has the error of the result, in percent of the same in float64. Look from left to right: does it grow?
 
 # %% tags=["reduction"]
 # %%ranks
+def percent(total, exact):
+    return f"{100 * float((total.double() - exact).norm() / exact.norm()):.2f}"
+
+
 def one_by_one(numbers):
     total = numbers[0].clone()
     for number in numbers[1:]:
@@ -323,37 +330,52 @@ def one_by_one(numbers):
     return total
 
 
-def percent(n, mean, spread, dtype):
-    """The error of a sum over n ranks, root mean square."""
-    exact = [mean + spread * torch.randn(2**14, generator=torch.Generator().manual_seed(r)) for r in range(n)]
-    right = sum(gradient.double() for gradient in exact)
+def over_ranks(n, dtype):
+    exact = [1 + 0.1 * torch.randn(2**14, generator=torch.Generator().manual_seed(r)) for r in range(n)]
     total = one_by_one([gradient.to(bf16).to(dtype) for gradient in exact])
-    return f"{100 * float((total.double() - right).norm() / right.norm()):.2f}"
+    return percent(total, sum(gradient.double() for gradient in exact))
 
 
-table = [[signs, str(dtype)[6:], *(percent(n, *of, dtype) for n in (2, 8, 64))]
-         for signs, of in (("all about 1", (1, 0.1)), ("both signs", (0, 1))) for dtype in (bf16, fp32)]
+def accumulated(n, model, dtype):
+    for i in range(n):
+        model.set_requires_gradient_sync(i == n - 1)             # reduce after the last one only
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(world * i + rank)).to(device, dtype)
+        F.mse_loss(model(x).to(dtype), x).backward()
+    return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
+
+
+def over_micro_batches(n, reduce_dtype):
+    exact = accumulated(n, sharded(made_in=torch.float64), torch.float64)
+    return percent(accumulated(n, sharded(bf16, reduce_dtype), fp32), exact)
+
+
+table = [[what, label, *(error(n, dtype) for n in (1, 8, 64))]
+         for what, error, of in (("ranks (simulated)", over_ranks, {"in bf16": bf16, "in fp32": fp32}),
+                                 ("micro-batches", over_micro_batches,
+                                  {"no reduce_dtype": None, "reduce_dtype=fp32": fp32}))
+         for label, dtype in of.items()]
 
 # %%
-Table(["gradients", "added up in", "2 ranks, %", "8 ranks", "64 ranks"], ranks.get("table")[0])
+Table(["added up over", "how", "1, %", "8", "64"], ranks.get("table")[0])
 
 # %% [markdown]
-# In fp32 only the cast of each gradient is left as an error; more ranks do not add to it. In bf16 each addition
-# rounds again, and with 64 ranks the sum is 0.7 to 1% off; where the ranks' gradients nearly cancel, more. With
-# several GPUs in a host, expect this: FSDP2 asks for a mean, and for a mean in bf16 NCCL's reduce-scatter uses its
-# ring (by NCCL's source; not run here).
+# In fp32 only the rounding of each gradient is left as an error, and more ranks or micro-batches do not add to it. In
+# bf16 each addition rounds again: 0.7% off with 64 ranks, 0.8% with 64 micro-batches. So `reduce_dtype` matters on
+# one GPU, too, if you accumulate. (NCCL's reduce-scatter of a mean in bf16 uses its ring, too: by its source, not run.)
 #
 # ## Why the model stays in fp32
 #
-# The second sum is training itself: each step adds a small update to each weight. Under AdamW that update is
-# usually about as large as the learning rate. Neighbouring bf16 numbers near a weight *w* are *w*/128 to *w*/256
-# apart, and an update of less than half that distance is rounded away.
+# The third sum is training itself: each step adds a small update to each weight. Under AdamW that update is at most
+# about as large as the learning rate: as large here, where each step has the same samples, and smaller where
+# gradients are noisy. Neighbouring bf16 numbers near a weight *w* are *w*/128 to *w*/256 apart, and an update of less
+# than half that distance is rounded away.
 #
-# Does the loss show one of the two sums? The next cell trains the small model for 250 steps in four ways. One process
-# plays 64 ranks with a sample each and makes the policy's casts by hand, as you will in turn 2. Watch whether the
-# curves part; then, in the table's last two columns, how many weights have moved.
+# Does the loss show one of these sums? The folded `trained(lr, made_in, param_dtype, reduce_dtype)` trains the small
+# model for 250 steps. One process plays 64 ranks with a sample each and casts by hand, as you will in turn 2. Watch
+# whether the curves part (the axis is narrow: even fp32 falls by 2% only); then, in the table, how many weights have
+# moved.
 
-# %% tags=["loss"]
+# %% tags=["loss"] jupyter={"source_hidden": true}
 # %%ranks
 from torch.func import functional_call, grad_and_value, vmap
 
@@ -387,7 +409,7 @@ settings = {"fp32": {"param_dtype": fp32}, "the policy": {}, "no reduce_dtype": 
 jobs = [(lr, way) for lr in (1e-5, 1e-4, 1e-3) for way in settings]
 mine = {(lr, way): trained(lr, **settings[way]) for lr, way in jobs[rank::world]}      # each rank takes its part
 
-# %%
+# %% jupyter={"source_hidden": true}
 of_jobs = {job: found for some in ranks.get("mine") for job, found in some.items()}
 ways = ("fp32", "the policy", "no reduce_dtype", "made in bf16")
 fig, (axes,) = plots.figure(width=7.5, height=2.8)
@@ -395,66 +417,73 @@ for way, color, width, dashes in zip(ways, plots.RANK_COLORS, (7, 3, 1.5, 2), ("
     axes.plot(of_jobs[1e-4, way][0], dashes, color=color, linewidth=width, label=way)
 axes.set(xlabel="step, at a learning rate of 1e-4", ylabel="loss")
 axes.legend(frameon=False, loc="lower left")
-start, fp32, *_, made = (of_jobs[1e-4, way][0][at] for way, at in (("fp32", 0), ("fp32", -1), ("made in bf16", -1)))
+start, right, *_, made = (of_jobs[1e-4, way][0][at] for way, at in (("fp32", 0), ("fp32", -1), ("made in bf16", -1)))
 assert f"{start:.3f}" == "1.084"
-assert 0.17 < (start - made) / (start - fp32) < 0.21
+assert 0.17 < (start - made) / (start - right) < 0.21
 plots.show(fig, alt="Loss over 250 steps: three ways fall together, the model made in bf16 stays up.")
 
-# %%
+# %% jupyter={"source_hidden": true}
 moved = {lr: of_jobs[lr, "made in bf16"][1] for lr in (1e-5, 1e-4, 1e-3)}
 Table(["learning rate", *(f"loss, {way}" for way in ways), "made in bf16: moved after 50 steps", "after 250"],
-      [[f"{lr:g}", *(f"{of_jobs[lr, way][0][-1]:.3f}" for way in ways), f"{shares[49]:.0%}", f"{shares[-1]:.0%}"]
+      [[f"{lr:g}", *(f"{of_jobs[lr, way][0][-1]:.3f}" for way in ways), f"{shares[49]:.1%}", f"{shares[-1]:.1%}"]
        for lr, shares in moved.items()])
 
 # %% [markdown]
 # All start at 1.084, and under the policy the loss stays that of fp32. **Without `reduce_dtype`** it is, too: 250
-# steps show nothing of sums that were rounded 63 times. So the fp32 reduction is insurance for more ranks and
-# longer runs, which this small model cannot test. Keep it unless you've seen the reduction hold up your steps
+# steps of this small model show nothing of sums that were rounded 63 times. So you cannot wait for the loss to tell
+# you: the gradients are off by the table above. Keep the fp32 reduction unless you've seen it hold up your steps
 # ([lesson 4](04_backward_prefetch.ipynb)).
 #
-# **Made in bf16** is the mistake that ends training. At 1e-5, a learning rate of fine-tuning, the loss stays where
-# it was. After 50 steps 5% of the weights have moved, those near zero, where bf16 numbers lie close together; half
-# of them are the norm's biases, which begin at 0. After 250 steps it is 6%: time does not help, because each
-# step's update is rounded away on its own. At 1e-3 the weights move in coarse steps, and the loss stays behind.
-# What counts is the update relative to the weight, which is about 0.1 here: smaller weights still move at smaller
-# rates.
+# **Made in bf16** is the mistake that stops training at a small learning rate. At 1e-5, a learning rate of
+# fine-tuning, the loss stays where it was. After 50 steps 5.5% of the weights have moved, those near zero, where bf16
+# numbers lie close together. After 250 steps it is still 5.5%:
+# time does not help, because each step's update is rounded away on its own. At 1e-3 the weights move in coarse steps,
+# and the loss stays behind. What counts is the size of the update relative to its weight.
 #
 # So load the model with `dtype=torch.float32`, or call `model.float()` before `fully_shard` (digits that were
 # rounded away in loading do not come back). The price is 16 bytes for each parameter instead of 8, over all ranks
-# together. And into a model in bf16, PyTorch's `dcp.load` casts fp32 weights silently.
+# together.
 #
 # ## Check your own model
 #
-# Two mistakes are silent: weights in bf16, and a reduction in bf16. `python -m fsdp_utils doctor train.py` runs a
-# few steps of your script and names both. In your own code two calls do it: `check_sharding`, given the optimizer,
-# names weights that are bf16; `record_collectives` gives the bytes that are reduced, and those, divided by
-# the parameters, tell the dtype of the reduction. Here they look at a model with both.
+# Two mistakes are silent: weights in bf16, and a reduction in bf16. `python -m fsdp_utils doctor train.py` watches
+# the first three optimizer steps of your script and names both. Try it on the script above: it finds nothing, because
+# these steps are those of the float32 way. Now keep only the last of its `ways`, delete `, reduce_dtype=fp32` there,
+# and run it again (two lines of its answer, shortened):
+#
+# ```text
+# error: bf16_masters. Trained parameters are held in 16 bits
+# warning: bf16_reduce. Gradients are reduced in 16 bits
+# ```
+#
+# In your own code two calls do it. `check_sharding`, given the optimizer, names weights that are bf16.
+# `record_collectives` around one backward with a reduction gives the bytes that are reduced; divided by the trained
+# parameters, they tell the dtype. Here these two calls look at a model in bf16 in which one unit lacks `reduce_dtype`.
 
 # %%
 # %%ranks
 from fsdp_utils import check_sharding, record_collectives
 
 model = build().to(bf16)
-for part in (model.up, model.down, model):
-    fully_shard(part, mp_policy=MixedPrecisionPolicy(bf16))
+for part, reduce_dtype in ((model.up, fp32), (model.down, None), (model, fp32)):
+    fully_shard(part, mp_policy=MixedPrecisionPolicy(bf16, reduce_dtype))
 optimizer = torch.optim.AdamW(model.parameters())
 with record_collectives(model) as trace:
     model(torch.randn(8, 16, device=device)).float().square().mean().backward()
 parameters = sum(p.numel() for p in model.parameters())
 if rank == 0:
     print(*check_sharding(model, optimizer), sep="\n")
-    print(f"reduced: {trace.bytes_by_kind()['reduce_scatter'] / parameters:.0f} bytes for each parameter")
+    print(f"reduced: {trace.bytes_by_kind()['reduce_scatter'] / parameters:.2f} bytes for each parameter")
 
 # %% [markdown]
-# The sentence names the first mistake. The bytes show the second: each trained parameter is reduced once, so 2
-# bytes are bf16, and fp32 would be 4. The bytes of the all-gathers decide nothing: 4 may be two gathers in bf16, or
-# one in fp32, as of a unit that stays gathered until backward.
+# The sentence names the first mistake. The bytes show the second: in one backward each trained parameter is reduced
+# once, so 4 bytes are fp32 and 2 are bf16. Anything between is a mixture: some units lack `reduce_dtype`.
 #
 # ## Without bf16
 #
-# An A100, an L4, an H100 and anything newer computes in bf16; a V100 and a T4 don't. Don't ask
-# `torch.cuda.is_bf16_supported()`: by default it also says True where bf16 is emulated, which is slow.
-# `bf16_support` looks for the hardware, and tries a real all-reduce in bf16 on all ranks.
+# An A100, an L4, an H100 and anything newer computes in bf16; a V100 and a T4 don't. `bf16_support` looks for the
+# hardware, and tries a real all-reduce in bf16. (`torch.cuda.is_bf16_supported()` is also True
+# where bf16 is emulated.)
 
 # %% tags=["checker", "nbval-ignore-output"]
 # %%ranks
@@ -468,17 +497,12 @@ if rank == 0:
 # On a GPU without bf16, take `param_dtype=torch.float16` with the same `reduce_dtype=torch.float32`, and a
 # **scaler**, because in fp16 a gradient below about 3e-8 becomes 0. The scaler multiplies the loss before
 # backward, divides the gradients before the optimizer's step, and skips a step with gradients that aren't finite:
-#
-# ```python
-# scaler = torch.amp.GradScaler("cuda")        # FSDP2; under FSDP1 ShardedGradScaler, or the shards drift apart
-# scaler.scale(loss).backward()
-# scaler.step(optimizer)
-# scaler.update()
-# ```
+# `scaler.scale(loss).backward()`, `scaler.step(optimizer)`, `scaler.update()`, with
+# `scaler = torch.amp.GradScaler("cuda")` (under FSDP1 `ShardedGradScaler`, or the shards drift apart).
 #
 # ## Your turn 1 · What is bf16, and should not be?
 #
-# Write the check that a reviewer would run. `faults(model, optimizer, step)` is called for five models; four of
+# `faults(model, optimizer, step)` is called for five models; four of
 # them have something in bf16 that should be fp32, perhaps in one layer only. Return a set of those of these
 # three words that apply to the model:
 #
@@ -486,8 +510,8 @@ if rank == 0:
 # - `"reduction"`: a reduce-scatter runs in bf16
 # - `"moments"`: a moment of AdamW is bf16
 #
-# Calling `step()` runs one forward and one backward pass. `optimizer.state[p]["exp_avg"]` is a moment of the
-# parameter `p`.
+# Calling `step()` runs one forward and one backward pass. The optimizer has taken a step already, so its moments
+# exist, and you don't call `optimizer.step()`. `optimizer.state[p]["exp_avg"]` is a moment of the parameter `p`.
 #
 # <details><summary>Hint</summary>
 #
@@ -544,15 +568,18 @@ ELSE = {"parameters": "gathered weights may be bf16", "reduction": "look at the 
     "false alarms": exactly("none", lambda words: f"You reported {words} where it is fp32: {ELSE[words.split(', ')[0]]}."),
 })
 def score_faults(faults):
-    missed, false = set(), set()
+    missed, false, called = set(), set(), []
     for options, expected in MODELS.values():
-        answer = faults(*set_up(**options))
+        model, optimizer, step = set_up(**options)
+        answer = faults(model, optimizer, lambda step=step: called.append(step()))
         if isinstance(answer, str) or not hasattr(answer, "__iter__"):
             raise NotYet("Return a set of words, which may be empty.")
         if unknown := set(answer) - set(MISSED):
             raise NotYet(f"Expected the words {', '.join(MISSED)}; found {unknown.pop()!r}.")
         missed |= expected - set(answer)
         false |= set(answer) - expected
+    if "reduction" in missed and not called:
+        raise NotYet("Nothing was reduced while you watched: call `step()` inside of `with Probe() as probe:`.")
     words = [", ".join(sorted(some)) or "none" for some in (missed, false)]
     return dict(zip(("faults that were not found", "false alarms"), words))
 
@@ -609,6 +636,13 @@ def faults(model, optimizer, step):                  # .grad does not tell how i
     words += ["reduction"] * any(p.grad.dtype == bf16 for p in model.parameters())
     return words + ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state.values())
 
+# %% tags=["wrong"] turn=1 says="call `step()` inside"
+def faults(model, optimizer, step):                  # never calls step
+    with Probe() as probe:
+        words = ["parameters"] * any(p.dtype == bf16 for p in model.parameters())
+        words += ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state.values())
+    return words + ["reduction"] * (bf16 in probe.seen["reduce-scatter"])
+
 # %% tags=["wrong"] turn=1 says="moments of all parameters"
 def faults(model, optimizer, step):                  # the first moment alone
     with Probe() as probe:
@@ -618,14 +652,6 @@ def faults(model, optimizer, step):                  # the first moment alone
     words += ["moments"] * (optimizer.state[p]["exp_avg"].dtype == bf16)
     return words + ["reduction"] * (bf16 in probe.seen["reduce-scatter"])
 
-# %% tags=["wrong"] turn=1 says="gathered weights may be bf16"
-def faults(model, optimizer, step):                  # what is gathered is meant to be bf16
-    with Probe() as probe:
-        step()
-    words = ["parameters"] * (bf16 in probe.seen["all-gather"])
-    words += ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state.values())
-    return words + ["reduction"] * (bf16 in probe.seen["reduce-scatter"])
-
 # %% tags=["wrong"] turn=1 says="look at the reduce-scatter alone"
 def faults(model, optimizer, step):                  # every collective
     with Probe() as probe:
@@ -633,13 +659,6 @@ def faults(model, optimizer, step):                  # every collective
     words = ["parameters"] * any(p.dtype == bf16 for p in model.parameters())
     words += ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state.values())
     return words + ["reduction"] * (bf16 in probe.seen["reduce-scatter"] | probe.seen["all-gather"])
-
-# %% tags=["wrong"] turn=1 says="look at all parameters, at rest"
-def faults(model, optimizer, step):
-    with Probe() as probe:
-        step()
-    words = ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state.values())
-    return words + ["reduction"] * (bf16 in probe.seen["reduce-scatter"])
 
 # %% [markdown]
 # ## Your turn 2 · Mixed precision by hand
@@ -689,15 +708,23 @@ def mistaken(compute=bf16, of_loss=fp32, add_in=fp32, keep_in=fp32, times=1.0, a
     return torch.cat(found)
 
 
+def low_backward(master, x):
+    """Backward of a bf16 copy whose gradients autograd casts to fp32: what most wrong answers begin with."""
+    low = {n: p.to(bf16) for n, p in master.named_parameters()}
+    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
+    loss.backward()
+    return loss
+
+
 MISTAKES = {
     "They are too large by the number of ranks: divide the sum.": mistaken(times=world),
     "They are too small by the number of ranks: divide by it once.": mistaken(times=1 / world),
     "Each rank keeps its own: add up over all ranks, and divide by their number.": mistaken(alone=True),
     "They were added up in bf16: cast to fp32 before you add up.": mistaken(add_in=bf16),
     "They come from a model in fp32: compute with a bf16 copy.": mistaken(compute=fp32),
-    "The loss was taken in bf16: `.float()` on the output.": mistaken(of_loss=bf16),
+    "The loss was taken in bf16, or against a rounded `x`: `.float()` on the output, and `x` as it is.": mistaken(of_loss=bf16),
     "The mean was rounded to bf16: keep it in fp32.": mistaken(keep_in=bf16),
-    "The first step is right, later ones are not: make a new copy in each call.": mistaken(),
+    (STALE := "The first step is right, later ones are not: make a new copy in each call."): mistaken(),
 }
 SAID = {}
 
@@ -713,6 +740,7 @@ def score_backward(my_backward):
     master.register_forward_pre_hook(lambda *_: autocast.append(torch.is_autocast_enabled(device.type)))
     optimizer, losses, other = torch.optim.AdamW(master.parameters(), lr=1e-2), [], 0
     for step in range(8):
+        kept = copy.deepcopy(master.state_dict())
         try:
             losses.append(torch.as_tensor(my_backward(master, batch)).item())
         except RuntimeError as error:
@@ -721,6 +749,8 @@ def score_backward(my_backward):
             if "same dtype" in str(error):
                 raise NotYet("A bf16 layer was given fp32: cast the input of the copy, `x.to(bf16)`.") from error
             raise
+        if any(p.dtype == fp32 and not torch.equal(p, kept[n]) for n, p in master.named_parameters()):
+            raise NotYet("Your call changed the weights of `master`, perhaps by `master.to(bf16)` and back: make a copy.")
         for p, right in zip(master.parameters(), wanted[step]):
             if p.grad is None:
                 raise NotYet("A parameter of `master` has no gradient: set `p.grad` for each of them.")
@@ -731,6 +761,10 @@ def score_backward(my_backward):
         optimizer.zero_grad()
     far = {why: ((first - grads).norm() / grads.norm()).item() for why, grads in MISTAKES.items()}
     SAID["why"] = min(far, key=far.get) if min(far.values()) < 1e-4 else "Some gradients differ: go through the three steps."
+    dist.all_reduce(largest := first.clone(), op=dist.ReduceOp.MAX)
+    dist.all_reduce(smallest := first.clone(), op=dist.ReduceOp.MIN)
+    if SAID["why"] == STALE and not torch.equal(largest, smallest):
+        SAID["why"] = "This rank has the mean, others do not: give it to all of them, as `dist.all_reduce` does."
     return {
         "dtype of the weights that are kept": name(p.dtype for p in master.parameters()),
         "forward passes under autocast": sum(autocast),
@@ -790,45 +824,17 @@ def my_backward(master, x):                          # one collective for all gr
 
 # %% tags=["wrong"] turn=2 says="cast to fp32 before you add up"
 def my_backward(master, x):                          # adds up in bf16
-    low = {n: p.to(bf16) for n, p in master.named_parameters()}
-    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
-    loss.backward()
+    loss = low_backward(master, x)
     for p in master.parameters():
         dist.all_reduce(total := p.grad.to(bf16))
         p.grad = total.float() / world
     return loss
 
-# %% tags=["wrong"] turn=2 says="divide by it once"
-def my_backward(master, x):                          # divides twice
-    low = {n: p.to(bf16) for n, p in master.named_parameters()}
-    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
-    (loss / world).backward()
-    for p in master.parameters():
-        dist.all_reduce(p.grad.div_(world))
-    return loss
-
 # %% tags=["wrong"] turn=2 says="divide the sum"
 def my_backward(master, x):
-    low = {n: p.to(bf16) for n, p in master.named_parameters()}
-    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
-    loss.backward()
+    loss = low_backward(master, x)
     for p in master.parameters():
         dist.all_reduce(p.grad)
-    return loss
-
-# %% tags=["wrong"] turn=2 says="add up over all ranks"
-def my_backward(master, x):                          # of this rank alone
-    low = {n: p.to(bf16) for n, p in master.named_parameters()}
-    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
-    loss.backward()
-    return loss
-
-# %% tags=["wrong"] turn=2 says="compute with a bf16 copy"
-def my_backward(master, x):                          # computes in fp32
-    loss = F.mse_loss(master(x), x)
-    loss.backward()
-    for p in master.parameters():
-        dist.all_reduce(p.grad.div_(world))
     return loss
 
 # %% tags=["wrong"] turn=2 says="The loss was taken in bf16"
@@ -840,21 +846,9 @@ def my_backward(master, x):
         dist.all_reduce(p.grad.div_(world))
     return loss
 
-# %% tags=["wrong"] turn=2 says="keep it in fp32"
-def my_backward(master, x):                          # rounds the mean
-    low = {n: p.to(bf16) for n, p in master.named_parameters()}
-    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
-    loss.backward()
-    for p in master.parameters():
-        dist.all_reduce(p.grad)
-        p.grad = (p.grad / world).to(bf16).float()
-    return loss
-
 # %% tags=["wrong"] turn=2 says="is it this rank's own loss"
 def my_backward(master, x):                          # the loss of all ranks
-    low = {n: p.to(bf16) for n, p in master.named_parameters()}
-    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
-    loss.backward()
+    loss = low_backward(master, x)
     for p in master.parameters():
         dist.all_reduce(p.grad.div_(world))
     dist.all_reduce(total := loss.detach())
@@ -876,6 +870,22 @@ def my_backward(master, x):                          # one copy for all steps
     for p, grad in zip(master.parameters(), torch.autograd.grad(loss, list(low.parameters()))):
         dist.all_reduce(total := grad.float())
         p.grad = total / world
+    return loss
+
+# %% tags=["wrong"] turn=2 says="give it to all of them"
+def my_backward(master, x):                          # to rank 0 alone
+    loss = low_backward(master, x)
+    for p in master.parameters():
+        dist.reduce(p.grad.div_(world), 0)
+    return loss
+
+# %% tags=["wrong"] turn=2 says="changed the weights of `master`"
+def my_backward(master, x):                          # rounds the weights for good
+    loss = F.mse_loss(master.to(bf16)(x.to(bf16)).float(), x)
+    loss.backward()
+    master.to(fp32)
+    for p in master.parameters():
+        dist.all_reduce(p.grad.div_(world))
     return loss
 
 # %% tags=["wrong"] turn=2 says="cast the input of the copy"
@@ -908,7 +918,7 @@ def my_backward(master, x):                          # autocast, without a copy
 # | you see | cause | cure |
 # |:--|:--|:--|
 # | `mat1 and mat2 must have the same dtype`; for a layer without bias `expected mat1 and mat2 to have the same dtype` (on a CPU `m1 and m2`) | an fp32 tensor meets bf16 weights: a buffer, which FSDP2 does not cast; a tensor made in `forward`; an input with `cast_forward_inputs=False`; the output of a norm in fp32 | cast it to the dtype of the weights; for the norm, `output_dtype=torch.bfloat16` |
-# | gradients differ from one process's more and more with more ranks | one cause: no `reduce_dtype`, so gradients are added up in bf16 | `reduce_dtype=torch.float32` |
+# | gradients differ from one process's more and more with more ranks, or more micro-batches | one cause: no `reduce_dtype`, so gradients are added up in bf16 | `reduce_dtype=torch.float32` |
 # | the loss hardly falls, with a small learning rate | one cause: the model was made or loaded in bf16 | `model.float()` before sharding |
 # | `Attempting to unscale FP16 gradients.` | the model itself is fp16, and a scaler is used | make the model fp32, and leave fp16 to the policy |
 #
