@@ -660,6 +660,21 @@ def faults(model, optimizer, step):                  # every collective
     words += ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state.values())
     return words + ["reduction"] * (bf16 in probe.seen["reduce-scatter"] | probe.seen["all-gather"])
 
+# %% tags=["wrong"] turn=1 says="gathered weights may be bf16"
+def faults(model, optimizer, step):                  # what is gathered is meant to be bf16
+    with Probe() as probe:
+        step()
+    words = ["parameters"] * (bf16 in probe.seen["all-gather"])
+    words += ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state.values())
+    return words + ["reduction"] * (bf16 in probe.seen["reduce-scatter"])
+
+# %% tags=["wrong"] turn=1 says="look at all parameters, at rest"
+def faults(model, optimizer, step):
+    with Probe() as probe:
+        step()
+    words = ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state.values())
+    return words + ["reduction"] * (bf16 in probe.seen["reduce-scatter"])
+
 # %% [markdown]
 # ## Your turn 2 · Mixed precision by hand
 #
@@ -910,6 +925,40 @@ def my_backward(master, x):                          # autocast, without a copy
     for p in master.parameters():
         dist.all_reduce(p.grad)
         p.grad /= world
+    return loss
+
+# %% tags=["wrong"] turn=2 says="divide by it once"
+def my_backward(master, x):                          # divides twice
+    low = {n: p.to(bf16) for n, p in master.named_parameters()}
+    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
+    (loss / world).backward()
+    for p in master.parameters():
+        dist.all_reduce(p.grad.div_(world))
+    return loss
+
+# %% tags=["wrong"] turn=2 says="add up over all ranks"
+def my_backward(master, x):                          # of this rank alone
+    low = {n: p.to(bf16) for n, p in master.named_parameters()}
+    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
+    loss.backward()
+    return loss
+
+# %% tags=["wrong"] turn=2 says="compute with a bf16 copy"
+def my_backward(master, x):                          # computes in fp32
+    loss = F.mse_loss(master(x), x)
+    loss.backward()
+    for p in master.parameters():
+        dist.all_reduce(p.grad.div_(world))
+    return loss
+
+# %% tags=["wrong"] turn=2 says="keep it in fp32"
+def my_backward(master, x):                          # rounds the mean
+    low = {n: p.to(bf16) for n, p in master.named_parameters()}
+    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
+    loss.backward()
+    for p in master.parameters():
+        dist.all_reduce(p.grad)
+        p.grad = (p.grad / world).to(bf16).float()
     return loss
 
 # %% [markdown]
