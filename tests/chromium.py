@@ -23,7 +23,8 @@ class Page:
         self._process = subprocess.Popen([*command, "about:blank"], stderr=subprocess.DEVNULL)
         port = profile / "DevToolsActivePort"  # Chromium writes the port that it took
         self.wait(lambda: port.exists() and len(port.read_text().split()) == 2)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port.read_text().split()[0]}/json") as answer:
+        address = f"http://127.0.0.1:{port.read_text().split()[0]}/json"
+        with urllib.request.urlopen(address, timeout=_LIMIT_S) as answer:
             (page,) = [one for one in json.load(answer) if one["type"] == "page"]
         self._socket = create_connection(page["webSocketDebuggerUrl"], timeout=_LIMIT_S)
         self._calls = 0
