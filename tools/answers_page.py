@@ -47,6 +47,8 @@ def lesson(number: int) -> str:
 def message(entry: dict[str, Any]) -> str:
     """Return an entry of a message as markdown."""
     lines = [f"### {entry['id']}", "", "```text", entry["message"], "```", ""]
+    if "also" in entry:  # so that a search in the page finds them, too
+        lines += ["Other wordings:", "", "```text", *entry["also"], "```", ""]
     lines += [f"{entry['means']}", "", f"**Cause.** {entry['cause']}", "", f"**Cure.** {entry['cure']}", ""]
     if "code" in entry:
         lines += ["```python", entry["code"].rstrip(), "```", ""]
