@@ -85,6 +85,9 @@ FRAMED = """<iframe src="{page}" style="width: {width}px; height: 900px"></ifram
 <script>
 onload = async () => {{
   const frame = document.querySelector("iframe").contentWindow, root = frame.document.documentElement;
+  const still = frame.document.createElement("style");  // else axe sees colours on their way to the theme's
+  still.textContent = "* {{ transition: none !important; }}";
+  root.append(still);
   root.dataset.theme = root.dataset.mode = "{theme}";
   const axe = frame.document.createElement("script");
   axe.src = "{axe}";

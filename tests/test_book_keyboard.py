@@ -24,7 +24,7 @@ FOCUS = """(() => {
   const style = getComputedStyle(on), box = on.getBoundingClientRect();
   const ring = style.outlineStyle != "none" && parseFloat(style.outlineWidth) > 0;
   const shadow = style.boxShadow != "none" && !style.boxShadow.startsWith("rgba(0, 0, 0, 0)");
-  const inside = box.width > 0 && box.x > -1 && box.y > -1 && box.x < innerWidth && box.y < innerHeight;
+  const inside = box.right > 0 && box.bottom > 0 && box.x < innerWidth && box.y < innerHeight;
   return [(ring || shadow) && inside, on.outerHTML.slice(0, 200)];
 })()"""
 STILL = """window.reached = new Set();
