@@ -19,10 +19,9 @@ def numbers_of(report: MemoryReport) -> dict[str, float]:
 
 def rng_state() -> dict[str, Any]:
     """Return the state of Python's, NumPy's and torch's generators on this rank, as plain data."""
-    name, keys, *others = np.random.get_state()
     return {
         "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys), *others),
+        "numpy": np.random.get_state(),
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
@@ -30,9 +29,8 @@ def rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """Set this rank's generators to what rng_state() returned."""
-    name, keys, *others = state["numpy"]
     random.setstate(state["python"])
-    np.random.set_state((name, keys.numpy(), *others))
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["cpu"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

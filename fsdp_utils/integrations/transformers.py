@@ -100,10 +100,12 @@ class CheckpointCallback(TrainerCallback):
         self._trainer: Any = trainer
         self._directory, self._step = directory, 0
         self._resuming: tempfile.TemporaryDirectory[str] | None = None
-        self._rng: dict[str, Any] | None = None  # to be restored before the first step
         trainer.add_callback(self)
-        self._trainer._load_from_checkpoint = lambda *_: None  # on_train_begin loads
-        self._trainer._save_checkpoint = lambda model, trial: self._save()
+        # what the Trainer calls to resume, in this order, and to save
+        self._trainer._load_from_checkpoint = self._trainer._load_scaler = lambda *_: None
+        self._trainer._load_optimizer_and_scheduler = lambda _: self._load()
+        self._trainer._load_rng_state = lambda _: self._load_rng()
+        self._trainer._save_checkpoint = lambda *_: self._save()
 
     def newest(self) -> str | None:
         """Prepare to resume from the newest checkpoint. Call it on every rank.
@@ -137,33 +139,28 @@ class CheckpointCallback(TrainerCallback):
         Path(self._resuming.name, "trainer_state.json").write_text(state["trainer"])
         return self._resuming.name
 
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step != self._step:
             raise CheckpointError(
                 "expected trainer.train(resume_from_checkpoint=...) with what newest() returned, the "
                 f"checkpoint of step {self._step}, found a training that begins at step {state.global_step}"
             )
-        if self._resuming is None:
-            return
-        saved = load_distributed(self._directory, model, optimizer, step=self._step)
-        lr_scheduler.load_state_dict(saved["scheduler"])
-        if saved["scaler"] is not None:
-            self._trainer.accelerator.scaler.load_state_dict(saved["scaler"])
-        self._rng = None if isinstance(saved["rng"], PerRank) else saved["rng"]
-        self._resuming.cleanup()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._resuming is not None:
+            self._resuming.cleanup()
         self._resuming, self._step = None, 0
 
-    # The Trainer fetches the batches that it skips between these two: they draw random numbers.
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if args.ignore_data_skip or state.epoch == int(state.epoch):
-            self.on_step_begin(args, state, control)
+    def _load(self) -> None:
+        trainer = self._trainer
+        self._loaded = load_distributed(self._directory, trainer.model, trainer.optimizer, step=self._step)
+        trainer.lr_scheduler.load_state_dict(self._loaded["scheduler"])
+        if self._loaded["scaler"] is not None:
+            trainer.accelerator.scaler.load_state_dict(self._loaded["scaler"])
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._rng is not None:
-            set_rng_state(self._rng)
-            self._rng = None
+    def _load_rng(self) -> None:
+        if not isinstance(self._loaded["rng"], PerRank):  # saved on another number of ranks
+            set_rng_state(self._loaded["rng"])
 
     def _save(self) -> None:
         trainer = self._trainer
