@@ -56,6 +56,7 @@ def read_lesson(app: Sphinx, name: str, text: list[str]) -> None:
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["lightning"]  # the book is built without it
 napoleon_use_rtype = False
 default_role = "code"  # the docstrings write `name`
 

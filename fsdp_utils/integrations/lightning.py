@@ -9,13 +9,9 @@ from fsdp_utils.integrations.state import numbers_of, rng_state, set_rng_state
 from fsdp_utils.memory import Memory_Maximizer, MemoryReport
 
 if TYPE_CHECKING:
-
-    class Callback: ...
+    from lightning.pytorch import Callback
 else:
-    try:
-        from lightning.pytorch import Callback
-    except ModuleNotFoundError:  # the reference is built without Lightning
-        Callback = object
+    Callback = need("lightning.pytorch", "lightning").Callback
 
 __all__ = ["CheckpointCallback", "MemoryCallback"]
 
@@ -35,7 +31,6 @@ class MemoryCallback(Callback):
     """
 
     def __init__(self, **options: Any) -> None:
-        need("lightning.pytorch", "lightning")
         self.report: MemoryReport | None = None
         self._options = options
 
@@ -79,7 +74,6 @@ class CheckpointCallback(Callback):
     def __init__(
         self, directory: str | os.PathLike[str], *, every_n_steps: int, keep: int | None = None
     ) -> None:
-        need("lightning.pytorch", "lightning")
         self._directory, self._every, self._keep = directory, every_n_steps, keep
         self._resumed: dict[str, Any] | None = None
 
