@@ -129,7 +129,7 @@ UNITS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         three_in_one_of_fsdp1,
         [r"^83% of the parameters are in one unit, blocks, .*" + GIVE_POLICY],
     ),
-    "blocks that share a parameter": (sharing, []),
+    "blocks that share a parameter": (sharing, [ONLY_ROOT + "Make its module a unit too, before the root"]),
     "top-heavy": (lambda: shard(top_heavy()), [TOP_HEAVY]),
     "top-heavy, FSDP1": (lambda: fsdp1_by_block(top_heavy()), [TOP_HEAVY]),
     "inside a training wrapper": (lambda: nn.ModuleDict({"model": shard(HandWritten())}), []),

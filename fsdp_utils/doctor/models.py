@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from fsdp_utils.sharding.blocks import outermost, transformer_block_classes
+from fsdp_utils.sharding.blocks import transformer_blocks
 from fsdp_utils.sharding.checks import check_sharding
 from fsdp_utils.sharding.local_part import local
 from fsdp_utils.sharding.names import plain_name
@@ -153,10 +153,10 @@ def _frozen_adapters(root: nn.Module) -> list[str]:
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the transformer blocks by name."""
     try:
-        classes = tuple(transformer_block_classes(module))
+        blocks = transformer_blocks(module)
     except ValueError:  # no block is repeated
         return
-    for name, block in outermost(module, classes):
+    for name, block in blocks.items():
         if _is_network(block):
             yield from _blocks(block, plain_name(prefix, name))
         else:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fsdp_utils._extras import need
-from fsdp_utils.sharding.blocks import outermost, transformer_block_classes, unwrapped
+from fsdp_utils.sharding.blocks import transformer_blocks, unwrapped
 from fsdp_utils.torch_internals.runtime import own_buffers, own_children, own_parameters, set_children
 
 MOST_LAYERS = 10_000  # in a config.json: transformers makes lists of that length
@@ -52,7 +52,7 @@ def source_of(model: Any) -> Source:
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         raise ValueError("plan: does not simulate quantized weights; delete the config's quantization_config")
     try:
-        blocks = list(outermost(model, tuple(transformer_block_classes(model))))
+        blocks = list(transformer_blocks(model).items())
     except ValueError as error:
         raise ValueError(f"plan: {error}") from error
     frozen = not all(parameter.requires_grad for parameter in model.parameters())

@@ -24,7 +24,7 @@ from fsdp_utils.planner import work_items
 from fsdp_utils.planner.models import Inputs, Source, batch_of, build, in_words
 from fsdp_utils.planner.recorder import recording_steps, storage_of
 from fsdp_utils.planner.work_items import Label, Recording
-from fsdp_utils.sharding.blocks import outermost, transformer_block_classes
+from fsdp_utils.sharding.blocks import transformer_blocks
 from fsdp_utils.sharding.checkpointing import every_nth, selective
 from fsdp_utils.sharding.units import find_units
 from fsdp_utils.sharding.wrapping import shard
@@ -143,8 +143,7 @@ def _compute_again(model: nn.Module, checkpointing: str | int | None) -> None:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if checkpointing in ("selective", None):
         options["context_fn"] = selective(every_other=checkpointing is not None)
-    blocks = [block for _, block in outermost(model, tuple(transformer_block_classes(model)))]
-    for block in blocks[:: every_nth(checkpointing or "full")]:
+    for block in [*transformer_blocks(model).values()][:: every_nth(checkpointing or "full")]:
         block.forward = partial(checkpoint, block.forward, **options)
 
 

@@ -1,7 +1,7 @@
 """Find the transformer blocks of a model."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -40,18 +40,18 @@ def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
     lists = [getattr(module, "_no_split_modules", None) or () for module in model.modules()]
     containers = [module for module in model.modules() if isinstance(module, _CONTAINERS)]
     contained = [child for one in containers for child in map(unwrapped, one.children())]
-    counts = Counter(_class_of(child) for child in contained if not _is_single_layer(child))
+    counts = Counter(class_of(child) for child in contained if not _is_single_layer(child))
     named_classes = {cls for cls in counts if cls.__name__ in set().union(*lists)}
-    named = {child for child in contained if _class_of(child) in named_classes}
+    named = {child for child in contained if class_of(child) in named_classes}
 
     def may_be_block(module: nn.Module) -> bool:
-        return module in named or (counts[_class_of(module)] > 1 and named.isdisjoint(module.modules()))
+        return module in named or (counts[class_of(module)] > 1 and named.isdisjoint(module.modules()))
 
     by_unit = parameter_sizes(model, find_units(model, also_empty=True))
     parameters = {name: size for some in by_unit.values() for name, size in some.items()}
     sizes: dict[type[nn.Module], list[int]] = defaultdict(list)
     for name, block in _outermost(model, may_be_block):
-        sizes[_class_of(unwrapped(block))].append(sum(within(name, parameters).values()))
+        sizes[class_of(unwrapped(block))].append(sum(within(name, parameters).values()))
     classes = named_classes & sizes.keys()
     of_class = {cls: sum(some) for cls, some in sizes.items() if any(some)}
     classes |= {cls for cls, size in of_class.items() if size >= SMALL * sum(of_class.values())}
@@ -59,7 +59,7 @@ def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
     classes |= {cls for cls, size in of_class.items() if size >= _OF_A_BLOCK * largest}
     if not classes:
         raise ValueError(
-            f"{_class_of(model).__name__}: found no transformer blocks. Expected a class that stands at "
+            f"{class_of(model).__name__}: found no transformer blocks. Expected a class that stands at "
             "least twice in a ModuleList, ModuleDict or Sequential and holds parameters. Give the repeated "
             "part of the model a class, or call fully_shard on its parts yourself."
         )
@@ -67,20 +67,25 @@ def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
 
 
 def _is_single_layer(module: nn.Module) -> bool:
-    cls = _class_of(module)
+    cls = class_of(module)
     is_leaf_of_torch = cls.__module__.startswith("torch.nn.") and not list(module.children())
     return cls in _CONTAINERS or is_leaf_of_torch
 
 
-def _class_of(module: nn.Module) -> type[nn.Module]:
+def class_of(module: nn.Module) -> type[nn.Module]:
     """The class as it was written: fully_shard puts another one before it."""
     line = type(module).__mro__
     return line[line.index(FSDPModule) + 1] if FSDPModule in line else line[0]
 
 
-def outermost(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the blocks by name, with the checkpoint wrapper around a block if it has one."""
-    return _outermost(model, lambda module: isinstance(module, classes))
+def transformer_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks by name, each with the checkpoint wrapper around it if it has one.
+
+    Raises:
+        ValueError: nothing is repeated.
+    """
+    classes = tuple(transformer_block_classes(model))
+    return dict(_outermost(model, lambda module: isinstance(module, classes)))
 
 
 def _outermost(
@@ -93,13 +98,14 @@ def _outermost(
             yield from _outermost(child, wanted, plain_name(prefix, name))
 
 
-def by_shared_parameters(blocks: list[nn.Module]) -> list[tuple[list[nn.Module], set[nn.Parameter]]]:
-    """Group the blocks so that no two groups share a parameter; with the parameters of each group."""
-    groups: list[tuple[list[nn.Module], set[nn.Parameter]]] = []
-    for block in blocks:
-        modules, parameters = [block], set(block.parameters())
-        for group in [group for group in groups if not group[1].isdisjoint(parameters)]:
-            groups.remove(group)
-            modules, parameters = group[0] + modules, group[1] | parameters
-        groups.append((modules, parameters))
-    return groups
+def separate(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """List the blocks that share no parameter with another one, or with the rest of the model.
+
+    Only these can be units; scalars do not count.
+    """
+
+    def holders(module: nn.Module) -> Counter[nn.Parameter]:
+        return Counter(p for one in module.modules() for p in one.parameters(recurse=False) if p.dim())
+
+    of_model = holders(model)
+    return [block for block in blocks if all(of_model[p] == n for p, n in holders(block).items())]

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from fsdp_utils.distributed.agreement import agree, has_peers
-from fsdp_utils.sharding.blocks import SMALL, by_shared_parameters, outermost, transformer_block_classes
+from fsdp_utils.sharding.blocks import SMALL, class_of, separate, transformer_blocks
 from fsdp_utils.sharding.copies import broadcasts_buffers, buffer_copies, differing, parameter_copies
-from fsdp_utils.sharding.names import plain_name, some_names
+from fsdp_utils.sharding.names import plain_name, some_names, unwrapped
 from fsdp_utils.sharding.units import ROOT, Unit, find_units, parameter_sizes, within
 from fsdp_utils.sharding.wrapping import UNEVEN, padding
 from fsdp_utils.torch_internals.fsdp import fsdp1_replicas, fsdp1_syncs, fsdp2_syncs, fsdp2_whole
@@ -92,11 +92,12 @@ def _units(wrapped: _Wrapped) -> Iterator[str]:
                 f"is gathered ahead of its use. {around}"
             )
         return  # several sharded models side by side have no common root
-    classes: set[type[nn.Module]] = set()
+    blocks: dict[str, nn.Module] = {}
     with suppress(ValueError):
-        classes = transformer_block_classes(model)
-    blocks = dict(outermost(model, tuple(classes)))
-    kinds = " and ".join(sorted(cls.__name__ for cls in classes)) or "part"
+        blocks = transformer_blocks(model)
+    can_be_units = separate(model, blocks.values())
+    blocks = {name: block for name, block in blocks.items() if block in can_be_units}
+    kinds = " and ".join(sorted({class_of(unwrapped(one)).__name__ for one in blocks.values()})) or "part"
     cure = f"Call fully_shard on each {kinds} before the model, or shard(model) instead."
     if root.fsdp1:
         cure = "Pass auto_wrap_policy=ModuleWrapPolicy(transformer_block_classes(model)) to FSDP."
@@ -110,9 +111,8 @@ def _units(wrapped: _Wrapped) -> Iterator[str]:
         )
         return
     for unit, own in ((unit, wrapped.sizes[unit]) for unit in units):
-        held = [block for name, block in blocks.items() if within(name, own)]
-        # A block alone, and blocks that share a parameter, must be in one unit.
-        can_be_less = unit is root or len(by_shared_parameters(held)) > 1
+        held = [name for name in blocks if within(name, own)]
+        can_be_less = unit is root or len(held) > 1
         if can_be_less and (share := _share(own, sizes)) > _HALF:
             yield (
                 f"{share:.0%} of the parameters are in one unit, {unit.name}, so that each rank holds them "

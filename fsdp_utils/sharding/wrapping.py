@@ -1,6 +1,6 @@
 """Wrap a model with FSDP2, block by block: so only a block or two hold full parameters at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, Literal
@@ -19,10 +19,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_utils.sharding.blocks import by_shared_parameters, outermost, transformer_block_classes
+from fsdp_utils.sharding.blocks import separate, transformer_blocks
 from fsdp_utils.sharding.checkpointing import compute_again
-from fsdp_utils.sharding.copies import make_replicas_equal
-from fsdp_utils.sharding.names import plain_name
 
 UNEVEN = 0.05  # A parameter that needs more padding than this is cut elsewhere
 
@@ -38,11 +36,11 @@ def shard(
 ) -> nn.Module:
     """Call fully_shard on each transformer block, then on the model.
 
-    Call it on all ranks, and build the optimizer after it. Blocks that share a parameter become one unit; a
-    block that shares one with the rest of the model (tied weights) stays in the root's unit, which is held in
-    full for the whole step. Where embedding and head are large and your loss calls the head, give fully_shard
-    the embedding, then [norm, head], before. Scalar parameters, which FSDP2 cannot shard, stay on each rank
-    in full; their gradients are averaged in backward.
+    Call it on all ranks, with the same model on each, and build the optimizer after it. A block that shares a
+    parameter with another one or with the rest of the model stays in the root's unit, which is held in full
+    for the whole step. Where embedding and head are large and your loss calls the head, give fully_shard the
+    embedding, then [norm, head], before. Scalar parameters, which FSDP2 cannot shard, stay on each rank in
+    full; their gradients are averaged in backward.
 
     A parameter is cut between rows if that gives each rank its share to within 5% of padding, else (8 experts
     on 32 ranks) along the first dimension that the ranks divide, which costs a copy at each all-gather. If
@@ -53,7 +51,7 @@ def shard(
         mesh: 1-D, or for "hybrid" 2-D with named dimensions (replicate, shard). None is all ranks.
         strategy: "full": parameters are freed after a block's forward and gathered again in backward.
             "grad_op": they stay until backward. "hybrid": as "full" within the mesh's second dimension,
-            replicated over the first; all replicas get the first one's values, unless on the meta device.
+            replicated over the first.
         mp_policy: mixed precision, for every unit; output_dtype for the model's output alone.
         offload_policy: CPUOffloadPolicy(...), for every unit.
         checkpointing: compute activations of blocks again in backward, without a cache of keys and values.
@@ -65,10 +63,9 @@ def shard(
 
     Raises:
         ValueError: the strategy is unknown or does not go with the mesh; the model has no transformer blocks,
-            or is sharded already. The model is unchanged then, and after a TypeError.
+            or FSDP1 or DDP has wrapped it. The model is unchanged then, and after a TypeError.
         TypeError: offload_policy is not an OffloadPolicy.
-        RuntimeError: there is no process group; this torch is too old for gloo; or, on every rank, replicas
-            hold other parameters and buffers (build the model anew then).
+        RuntimeError: there is no process group; or this torch is too old for gloo.
 
     Example::
 
@@ -82,8 +79,9 @@ def shard(
     if not isinstance(offload_policy, OffloadPolicy | None):  # True, for example, would offload nothing
         raise TypeError(f"shard: expected offload_policy to be a CPUOffloadPolicy, found {offload_policy!r}")
     mesh = _mesh(mesh, strategy)
-    blocks = [block for _, block in outermost(model, tuple(transformer_block_classes(model)))]
-    _refuse_wrapped(model, blocks)
+    if any(isinstance(one, FullyShardedDataParallel | DistributedDataParallel) for one in model.modules()):
+        raise ValueError("shard: expected a model without FSDP1 and DDP, found one that they have wrapped")
+    blocks = list(transformer_blocks(model).values())
     scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
     ranks = mesh.size(mesh.ndim - 1)
     policy = mp_policy or MixedPrecisionPolicy()
@@ -97,9 +95,8 @@ def shard(
     of_blocks = {**options, "mp_policy": replace(policy, output_dtype=None)}
     if checkpointing is not None:
         compute_again(blocks, checkpointing)
-    for unit in _units(model, blocks):
-        part = unit[0] if len(unit) == 1 else unit
-        fully_shard(part, reshard_after_forward=strategy != "grad_op", **of_blocks)
+    for block in separate(model, blocks):
+        fully_shard(block, reshard_after_forward=strategy != "grad_op", **of_blocks)
     if strategy == "grad_op":
         options["reshard_after_forward"] = False  # else torch's default, which is the same for a root
     fully_shard(model, mp_policy=policy, **options)
@@ -107,8 +104,7 @@ def shard(
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(_gather_what_can_train, prepend=True)
     if scalars:
-        _keep_equal(model, scalars, mesh)
-    make_replicas_equal(model, mesh)
+        _average_gradients(model, scalars, mesh)
     return model
 
 
@@ -153,33 +149,6 @@ def _mesh(mesh: DeviceMesh | None, strategy: str) -> DeviceMesh:
     return mesh
 
 
-def _refuse_wrapped(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """Check before anything is changed: fully_shard would raise after some blocks were sharded already."""
-    for name, module in model.named_modules():
-        unit = isinstance(module, FSDPModule) and (module is model or module in blocks)
-        if unit or isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
-            raise ValueError(
-                f"shard: {plain_name(name) or 'the model'} is wrapped in {type(module).__name__} already. "
-                "Call shard once, on the model without; fully_shard before it on other modules than blocks."
-            )
-    if isinstance(model, nn.ModuleList | nn.ModuleDict) and type(model).forward is nn.Module.forward:
-        raise ValueError(f"shard: expected a model with a forward, found a {type(model).__name__}")
-
-
-def _units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
-    """Group the blocks so that no two units share a parameter, nor one with what stays in the root."""
-
-    def outside(module: nn.Module) -> Iterator[nn.Parameter]:
-        yield from module.parameters(recurse=False)
-        for child in module.children():
-            if child not in blocks:
-                yield from outside(child)
-
-    in_root = {parameter for parameter in outside(model) if parameter.dim()}
-    groups = by_shared_parameters(blocks)
-    return [modules for modules, parameters in groups if parameters.isdisjoint(in_root)]
-
-
 def _gather_what_can_train(unit: Any, _: Any) -> None:
     """Gather the unit outside of inference mode: FSDP2 keeps the memory, which no training could use."""
     if torch.is_inference_mode_enabled():
@@ -187,13 +156,11 @@ def _gather_what_can_train(unit: Any, _: Any) -> None:
             unit.unshard()
 
 
-def _keep_equal(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
-    """Give all ranks the first rank's scalars (unless on meta), and average their gradients in backward."""
+def _average_gradients(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
+    """Average the gradients of the scalars in backward, and move them where fully_shard moves the others."""
     groups = mesh.get_all_groups()
     for parameter in (p for p in map(model.get_parameter, names) if not p.is_meta):
-        parameter.data = parameter.data.to(mesh.device_type)  # fully_shard moves what it shards
-        for group in groups:
-            dist.broadcast(parameter.data, group=group, group_src=0)
+        parameter.data = parameter.data.to(mesh.device_type)
 
     def average(parameter: nn.Parameter) -> None:
         assert parameter.grad is not None  # the hook runs after it was accumulated
