@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_utils import record_collectives, run_on_ranks
-from fsdp_utils.answers import explain, raised_by, table
+from fsdp_utils.answers import explain, table
 from tests import answers_provoked
 from tests.on_ranks import on_ranks
 from tools.answers_page import PAGE, page
@@ -616,23 +616,6 @@ def test_a_warning_alone_is_not_given_out_for_the_error() -> None:
     known = command(text=f"{warning}\nValueError: Cannot flatten integer dtype tensors").stdout
     assert note not in known
     assert known.startswith("cannot-flatten-integer-dtype")
-
-
-def test_without_an_entry_the_command_names_the_part_that_raised() -> None:
-    frames = (
-        '  File "/lib/torch/distributed/fsdp/{}", line 7, in f\n  File "/home/me/train.py", line 9, in g\n'
-    )
-    done = command(text=frames.format("_flat_param.py") + "AssertionError: nobody has written about this")
-    assert done.returncode == 1
-    assert done.stdout.startswith("No entry. It was raised by FSDP1's flat parameters (lesson 13).\n")
-    assert command("--json", text=frames.format("api.py")).stdout.strip() == "[]"
-    assert raised_by('File "torch/optim/adamw.py", line 7, in f') == ""
-    for part in table()["parts"]:
-        for file in part["files"]:
-            text = frames.format("api.py") + f'  File "C:\\lib\\{file}/some.py", line 7, in h'.replace(
-                "/", "\\"
-            )
-            assert raised_by(text.replace(".py\\some.py", ".py")).split(" by ", 1)[1].startswith(part["name"])
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:

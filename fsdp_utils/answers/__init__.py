@@ -1,6 +1,6 @@
 """Error messages of FSDP and what to do about them: a table, and a search for a pasted traceback in it.
 
-messages.yaml, questions.yaml and parts.yaml are the tables, lookup.py finds messages. Needs no torch.
+messages.yaml and questions.yaml are the tables, lookup.py finds messages. Needs no torch.
 """
 
 from fsdp_utils._lazy import attach

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from fsdp_utils._commands import new_parser, run
-from fsdp_utils.answers import explain, raised_by
+from fsdp_utils.answers import explain
 
 NOTHING = (
     "No message in this text is known. All that are known: notebooks/answers.md. If FSDP raised it, please "
@@ -29,13 +29,13 @@ def main() -> int:
     if options.json:
         print(json.dumps([answer._asdict() for answer in answers], indent=2, ensure_ascii=False))
     elif not answers:
-        print(*filter(None, [raised_by(text), NOTHING]), sep="\n")
+        print(NOTHING)
     elif options.all:
         print("\n\n".join(map(str, answers)))
     else:
         print(answers[0])
         if all(answer.warns for answer in answers) and "Error: " in text:
-            print("Note:    this is a warning, not the error in this text.", raised_by(text))
+            print("Note:    this is a warning, not the error in this text.")
         if answers[0].follows:
             print("Note:    another rank's error mostly comes before this one: look at its output, too.")
         if others := ", ".join(answer.id for answer in answers[1:]):

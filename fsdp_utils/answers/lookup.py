@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-TABLES = [Path(__file__).with_name(name) for name in ("messages.yaml", "questions.yaml", "parts.yaml")]
+TABLES = [Path(__file__).with_name(name) for name in ("messages.yaml", "questions.yaml")]
 MOST_CHARACTERS = 4_000_000  # of a log: more is cut off at its start, as errors stand at the end
 _GAP = ".{0,400}?"  # what … may stand for
-_FRAME = re.compile(r'File "([^"\n]+\.py)", line \d+')
 _COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[[0-9;]{1,8}m")  # a forum may have dropped the escape
 # what launchers write before a rank's line: [rank0]:, rank3:, [default0]:, 0: (srun), (Worker pid=12, ip=…)
 _PREFIX = re.compile(
@@ -46,7 +45,7 @@ class Answer(NamedTuple):
 
 @functools.cache
 def table() -> dict[str, Any]:
-    """Return the tables as one, with the keys `messages`, `questions` and `parts`.
+    """Return the tables as one, with the keys `messages` and `questions`.
 
     Example::
 
@@ -94,21 +93,6 @@ def explained_in_a_line(text: str) -> str:
     for first in explain(text)[:1]:
         cure = first.cure.split(". ")[0].removesuffix(".")
         return f"Explained: {first.id} in notebooks/answers.md, lesson {first.lesson}. {cure}."
-    return ""
-
-
-def raised_by(text: str) -> str:
-    """Return a sentence on the part of FSDP in which the last frames of a traceback lie, or "".
-
-    Example::
-
-        text = 'File "torch/distributed/fsdp/_flat_param.py", line 1'
-        print("(lesson 13)" in raised_by(text))  # True
-    """
-    for frame in reversed(_FRAME.findall(text.replace("\\", "/"))[-8:]):
-        for part in table()["parts"]:
-            if any(f"/{file}" in f"/{frame}" for file in part["files"]):
-                return f"No entry. It was raised by {part['name']} (lesson {part['lesson']})."
     return ""
 
 

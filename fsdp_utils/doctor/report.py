@@ -1,11 +1,12 @@
 """Show the facts and the findings of a run, as text or as HTML."""
 
+import re
 from collections.abc import Iterator
 from html import escape
 from typing import Any
 
 from fsdp_utils.answers import explain
-from fsdp_utils.doctor.findings import SEVERITIES, Facts
+from fsdp_utils.doctor.findings import Facts
 
 _MIB = 2**20
 _BLIND = (
@@ -14,11 +15,10 @@ _BLIND = (
 )
 _HTML = """<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="color-scheme" content="light dark"><title>{title}</title><style>
-body {{ font: 16px/1.5 system-ui; max-width: 60em; margin: 2em auto; padding: 0 1em }}
-h2 {{ font-size: 1em; margin: 1.5em 0 0.3em }} .error {{ color: #e5484d }} .warning {{ color: #b87503 }}
-th {{ text-align: left; vertical-align: top; padding-right: 1em; font-weight: normal; opacity: 0.7 }}
-td {{ white-space: pre-wrap; overflow-wrap: anywhere }} td.code {{ font-family: ui-monospace, monospace }}
-</style>{body}</html>
+pre {{ font: 15px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }}
+pre {{ max-width: 110ch; margin: 2em auto; padding: 0 1em }}
+.error {{ color: #e5484d }} .warning {{ color: #b87503 }}
+</style><pre>{text}</pre></html>
 """
 
 
@@ -37,29 +37,20 @@ def page(result: dict[str, Any], *, html: bool = False) -> str:
         print(page(result).splitlines()[0])
         # train.py on 1 rank, 0 optimizer steps: rank 0 finished
     """
-    parts = [*_parts(result)]
-    if html:
-        body = "".join(map(_in_html, parts))
-        return _HTML.format(title=escape(f"doctor: {result['script']}"), body=body)
     lines = []
-    for heading, rows in parts:
+    for heading, rows in _parts(result):
         width = max((len(label) for label, _ in rows), default=0) + 2
         lines += [heading, *(f"  {label:<{width}}{text}" for label, text in rows)]
         lines += [""] * bool(rows)
-    return "\n".join(lines)
+    text = "\n".join(lines)
+    if not html:
+        return text
+    text = re.sub(r"(?m)^(error|warning): .*", r'<b class="\1">\g<0></b>', escape(text))
+    return _HTML.format(title=escape(f"doctor: {result['script']}"), text=text)
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _in_html(part: tuple[str, list[tuple[str, str]]]) -> str:
-    heading, rows = part
-    is_code = {True: " class=code", False: ""}
-    cells = [f"<th>{escape(at)}<td{is_code[not at]}>{escape(text)}" for at, text in rows]
-    severity = heading.partition(":")[0]
-    table = f"<table>{''.join(f'<tr>{row}' for row in cells)}</table>\n"
-    return f"<h2{f' class={severity}' if severity in SEVERITIES else ''}>{escape(heading)}</h2>{table}"
 
 
 def _parts(result: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, str]]]]:

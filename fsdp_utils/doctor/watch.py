@@ -69,13 +69,14 @@ class Watch:
         self._step: dict[str, list[Any]] = defaultdict(list)
         self._optimizers: list[Any] = []
         self._models = Models(self._optimizers)
-        self._block: nn.Module | None = None  # whose activations are to be measured
         self._ties: list[list[str]] = []  # names of one parameter, before FSDP1 wrapped it
         self._frozen: Any = WeakKeyDictionary()  # names of parameters, as DDP wrapped their module, by DDP
         self._epochs: Any = WeakKeyDictionary()  # that were trained on, by sampler
         self._begun: Any = None  # a sampler that has begun an epoch, until the next backward
         self._ahead: Any = None  # labels that are one token ahead, from a forward to the next loss
-        self._gathered: list[Any] = []  # pairs of the copies and of what was sent, until the next backward
+        self._gathered: list[
+            Any
+        ] = []  # pairs of copies and what was sent, since the last forward or backward
         self._means: list[Any] = []  # of each backward until the next step: the calls, and its takes_mean()
         self._clipped: list[Any] = []  # calls of the last backward before each clipping until the next step
         self._scaler: Any = None  # that has scaled a loss, until the gradients are unscaled
@@ -287,7 +288,7 @@ class Watch:
 
     def _forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        self._trains = torch.is_grad_enabled()
+        self._trains, self._gathered = torch.is_grad_enabled(), []  # for a log, perhaps
         if not self._trains:
             self._begun = None  # the samples are evaluated
         if tensors and not self._trains:
@@ -307,10 +308,8 @@ class Watch:
         if (calls in self._clipped and adds) or (None in self._clipped and self._taken):
             self._step["clipped_early"] = [1]
         self._means.append((calls, takes_mean(node)))
-        nodes = _graph(node) if self._gathered and node else set()
         for into, given in self._gathered:
-            has_own = any(one.requires_grad for one in tree_leaves(into))  # put back in place of its copy
-            if not has_own and not nodes.isdisjoint(_graph(given.grad_fn, depth=1)):
+            if not any(one.requires_grad for one in tree_leaves(into)):  # the rank's own was not put back
                 self._step["copies_without_gradient"].append(list(given.shape))
         self._gathered = []
         return self._after_backward
@@ -397,8 +396,7 @@ class Watch:
         if has_compiled():  # hooks inside of what is compiled would compile it again
             self.facts.unseen.append("activations, and the order of units, of a compiled model")
         elif self._models.blocks:
-            self._block = self._models.blocks[0][1]
-            self._hook(self._block, self._keep)
+            self._keep(self._models.blocks[0][1])
         for root in self._models.roots:
             if COMPILED in dict(root.named_children()) or not is_under_compile(root):
                 self._hook(root, self._forward, with_kwargs=True)
@@ -415,27 +413,26 @@ class Watch:
         if torch.is_grad_enabled() and not in_backward():
             self._step["used"].append(unit)
 
-    def _keep(self, block: nn.Module, _: Any) -> None:
+    def _keep(self, block: nn.Module) -> None:
         """Sum the bytes that autograd keeps of the block's next forward."""
-        if self._block is None or not (block.training and torch.is_grad_enabled()):
-            return
-        self._block, kept = None, {}
+        forward, kept = block.forward, {}
 
         def keep(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, DTensor):
                 kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        def end(*_: Any) -> None:
-            handle.remove()
-            context.__exit__(None, None, None)
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            if self.facts.kept or not (block.training and torch.is_grad_enabled()):
+                return forward(*args, **kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                result = forward(*args, **kwargs)
             whole = (p for p in block.parameters() if not isinstance(p, DTensor))
             weights = {p.untyped_storage().data_ptr() for p in whole}
             self.facts.kept = sum(size for at, size in kept.items() if at not in weights)
+            return result
 
-        context = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-        handle = block.register_forward_hook(end, prepend=True, always_call=True)
-        context.__enter__()
+        self._stack.enter_context(patch.object(block, "forward", measured))
 
     def _examine(self) -> None:
         self.facts.problems = self._models.problems()
@@ -462,13 +459,3 @@ def _ahead(inputs: Tensor | None, labels: Tensor | None) -> Tensor | None:
 def _calls() -> tuple[tuple[int, int], ...]:
     """Return the code and line of all callers: where two lines share a helper, the calls differ."""
     return tuple((id(frame.f_code), line) for frame, line in traceback.walk_stack(None))
-
-
-def _graph(node: Any, depth: int | None = None) -> set[Any]:
-    """Return the nodes of an autograd graph, or those that are at most so far from its end."""
-    found, last = {node}, {node}
-    while last and depth != 0:
-        last = {one for each in last for one, _ in each.next_functions if one is not None} - found
-        found |= last
-        depth = depth and depth - 1
-    return found
