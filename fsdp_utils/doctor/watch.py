@@ -7,7 +7,6 @@ import math
 import runpy
 import sys
 import threading
-import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -47,7 +46,7 @@ from fsdp_utils.torch_internals.names import COMPILED
 from fsdp_utils.torch_internals.runtime import has_compiled, is_under_compile, takes_mean
 
 _FEW = 4  # elements: smaller tensors that are communicated are counts and losses, not gradients
-_HOLD_S, _LOOK_S = 4.0, timedelta(seconds=0.25)  # for all ranks to come to a call; between looks at a report
+_HOLD = timedelta(seconds=4)  # for all ranks to come to a call
 _CLIPPED = 8  # parameters whose gradients are looked at after backward and before the step
 
 
@@ -74,9 +73,7 @@ class Watch:
         self._epochs: Any = WeakKeyDictionary()  # that were trained on, by sampler
         self._begun: Any = None  # a sampler that has begun an epoch, until the next backward
         self._ahead: Any = None  # labels that are one token ahead, from a forward to the next loss
-        self._gathered: list[
-            Any
-        ] = []  # pairs of copies and what was sent, since the last forward or backward
+        self._gathered: list[Any] = []  # copies, and what was sent, since a forward or backward
         self._means: list[Any] = []  # of each backward until the next step: the calls, and its takes_mean()
         self._clipped: list[Any] = []  # calls of the last backward before each clipping until the next step
         self._scaler: Any = None  # that has scaled a loss, until the gradients are unscaled
@@ -123,10 +120,8 @@ class Watch:
         self._tell(FSDP1, "clip_grad_norm_", self._clip)
         for scaler in (torch.amp.GradScaler, ShardedGradScaler):
             self._tell(scaler, "scale", self._scale)
-            for name in (
-                "unscale_",
-                "get_scale",
-            ):  # a script that asks for the scale may multiply its limit by it
+            # a script that asks for the scale may multiply its limit by it
+            for name in ("unscale_", "get_scale"):
                 self._tell(scaler, name, lambda *_, **__: setattr(self, "_scaler", None))
         self._tell(torch, "save", self._save)
         self._tell(DataLoader, "__iter__", self._loader)
@@ -199,17 +194,12 @@ class Watch:
         key = f"{self._calls[at]} {at[:3]} {ranks} {place_in_words(*line[:2])} {line[2]}"
         if self._store.add(key, 1) == len(ranks):
             self._store.set(f"{key} all", "")
-        end = time.monotonic() + _HOLD_S
-        while self._holds and not self._is_set(f"{key} all"):
+        try:
+            self._store.wait([f"{key} all"], _HOLD)
+        except RuntimeError:  # a rank has not come; no rank waits any more
+            self._holds = False
             if self.in_step.report:
-                raise OutOfStep(self.in_step.report)
-            self._holds = time.monotonic() < end  # else no rank waits any more
-
-    def _is_set(self, key: str) -> bool:
-        with suppress(RuntimeError):  # not yet
-            self._store.wait([key], _LOOK_S)
-            return True
-        return False
+                raise OutOfStep(self.in_step.report) from None
 
     def _count(self, call: Call, unit: str | None) -> None:
         step = self._step
