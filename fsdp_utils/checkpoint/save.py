@@ -44,7 +44,7 @@ from fsdp_utils.sharding.copies import (
     parameter_copies,
 )
 from fsdp_utils.sharding.names import plain_name, some_names
-from fsdp_utils.sharding.unsaved_buffers import samples, unsaved
+from fsdp_utils.sharding.unsaved_buffers import sizes, unsaved
 
 STATE_FILE = "state.json"
 # A shared directory may show another host's new file a little late.
@@ -310,7 +310,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
     """Describe the model for the manifest, or its "parts" where it has no configuration itself."""
     module = unwrapped(model)
     name = type(module).__name__.removeprefix("FSDP")  # which fully_shard adds
-    about = {"model": name, "unsaved_buffers": samples(module), **_configuration(module)}
+    about = {"model": name, "unsaved_buffers": sizes(module), **_configuration(module)}
     if "config" not in about:
         about["parts"] = {name: _configuration(unwrapped(one)) for name, one in module.named_children()}
     return about

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.sharding.names import plain_name
-from fsdp_utils.sharding.unsaved_buffers import changed, samples
+from fsdp_utils.sharding.unsaved_buffers import changed, sizes
 from fsdp_utils.torch_internals.runtime import unsaved_buffers
 
 _MARK = 0xA5  # fills the buffers, to see afterwards whether anything was written to them
@@ -55,7 +55,7 @@ def compute_buffers(model: nn.Module, device: torch.device) -> tuple[list[Buffer
         for leaf, buffer in module.named_buffers(recurse=False)
         if leaf in unsaved_buffers(module)
     ]
-    before = samples(model)
+    before = sizes(model)
     try:
         failures = _compute(model, buffers, device)
         left = {plain_name(one.path, one.leaf): one for one in buffers if not one.is_written()}
