@@ -85,11 +85,10 @@ def _be_rank(options: argparse.Namespace) -> int:
 
     def report() -> None:
         end = time.monotonic() + options.timeout
-        is_ending = False
         while not over.wait(_POLL_S) and time.monotonic() < end:
             text = watch.in_step.report if watch.in_step else ""
-            if not is_ending and (store.check(["failed"]) or text.startswith("the ranks part")):
-                is_ending, end = True, min(end, time.monotonic() + _GRACE_S)
+            if store.check(["failed"]) or text.startswith("the ranks part"):
+                end = min(end, time.monotonic() + _GRACE_S)
         facts.report = watch.in_step.report if watch.in_step else ""
         if not over.is_set():
             facts.ended, facts.places["stood"] = "hang", watch.stands()

@@ -166,10 +166,6 @@ class Evidence:
                         f"the gradients are {times} times those of the mean over all samples."
                     )
 
-    def same_epoch(self) -> Iterator[str]:
-        if "epoch" in self._ranks[0].places:
-            yield "A DistributedSampler that shuffles began its second epoch with the number of the first."
-
     def no_gradient(self) -> Iterator[str]:
         idle = [{*step.get("idle", [])} for facts in self._ranks for step in facts.seen]
         never = sorted(set.intersection(*idle)) if len(idle) > len(self._ranks) else []

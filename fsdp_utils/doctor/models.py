@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fsdp_utils.sharding.blocks import transformer_blocks
-from fsdp_utils.sharding.checks import check_sharding
+from fsdp_utils.sharding.checks import check_sharding, params
 from fsdp_utils.sharding.local_part import local
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.sharding.units import ROOT, Unit, find_units, parameter_sizes
@@ -62,11 +62,11 @@ class Models:
                 said += check_sharding(root, (own or self.optimizers)[0])
         return said
 
-    def describe(self, world_size: int, ties: list[list[str]], frozen: Any) -> dict[str, Any]:
+    def describe(self, world_size: int, ties: list[list[str]], reduced: dict[Any, bool]) -> dict[str, Any]:
         """Return the facts that do not change from step to step.
 
-        ties: names of one parameter before FSDP1 wrapped it; frozen: names of the parameters that were frozen
-        when DDP wrapped its module, by DDP module.
+        ties: names of one parameter before FSDP1 wrapped it; reduced: whether a parameter that DDP wrapped
+        required a gradient then.
         """
         modules = [(name, one) for root in self.roots for name, one in root.named_modules()]
         held = {p for one in self.optimizers for p in params(one)}
@@ -93,11 +93,6 @@ class Models:
         inside = tuple(f"{name}." for name, _ in self.blocks)
         trained = [p.numel() for p in (*sharded, *in_ddp) if p.requires_grad]
         trained += [size for one, size in fsdp1.items() if any(p.requires_grad for p in one.parameters())]
-        # a module may have been wrapped once more
-        by_ddp = [
-            (at, p, at in names) for one, names in frozen.items() for at, p in one.module.named_parameters()
-        ]
-        alone = held - {p for _, p, was_frozen in by_ddp if not was_frozen} if world_size > 1 else set()
         elements = sum(sizes) + sum(p.numel() for p in in_ddp)
         return {
             "wrapped": bool(self.roots),
@@ -130,9 +125,9 @@ class Models:
                 if one is not root and isinstance(one, FSDPModule) and fsdp2_is_root(one)
             ],
             "ddp_unfrozen": [
-                plain_name(name)
-                for name, p, was_frozen in by_ddp
-                if was_frozen and p in alone and p.requires_grad and p.grad is not None
+                name
+                for p, name in named.items()
+                if reduced.get(p) is False and p in held and p.grad is not None and world_size > 1
             ],
             "frozen_adapters": [name for root in self.roots for name in _frozen_adapters(root)],
             "drops": any(isinstance(one, nn.Dropout) and one.p and one.training for _, one in modules),
@@ -171,11 +166,6 @@ def _is_network(module: nn.Module) -> bool:
         return True
     has_units = any(isinstance(one, wrapped) for one in module.modules() if one is not module)
     return has_units and isinstance(module, FSDPModule) and fsdp2_is_root(module)
-
-
-def params(optimizer: Optimizer) -> list[Any]:
-    """Return the parameters of all groups."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 @torch.no_grad()

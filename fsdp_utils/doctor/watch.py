@@ -38,7 +38,8 @@ from fsdp_utils.collectives.c10d_hooks import Call
 from fsdp_utils.collectives.call_site import find_line, place_in_words
 from fsdp_utils.collectives.fsdp_hooks import in_backward
 from fsdp_utils.doctor.findings import Facts
-from fsdp_utils.doctor.models import Models, digest, norms, params
+from fsdp_utils.doctor.models import Models, digest, norms
+from fsdp_utils.sharding.checks import params
 from fsdp_utils.sharding.local_part import local
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.sharding.units import ROOT, find_units
@@ -69,7 +70,7 @@ class Watch:
         self._optimizers: list[Any] = []
         self._models = Models(self._optimizers)
         self._ties: list[list[str]] = []  # names of one parameter, before FSDP1 wrapped it
-        self._frozen: Any = WeakKeyDictionary()  # names of parameters, as DDP wrapped their module, by DDP
+        self._reduced: dict[Any, bool] = {}  # whether a parameter that DDP wrapped required a gradient then
         self._epochs: Any = WeakKeyDictionary()  # that were trained on, by sampler
         self._begun: Any = None  # a sampler that has begun an epoch, until the next backward
         self._ahead: Any = None  # labels that are one token ahead, from a forward to the next loss
@@ -239,9 +240,9 @@ class Watch:
             names[p].append(plain_name(name))
         self._ties += [some for some in names.values() if len(some) > 1]
 
-    def _wrap_in_ddp(self, ddp: DDP, module: nn.Module, *_: Any, **__: Any) -> None:
+    def _wrap_in_ddp(self, _: DDP, module: nn.Module, *__: Any, **___: Any) -> None:
         self._note("wrap")
-        self._frozen[ddp] = {name for name, p in module.named_parameters() if not p.requires_grad}
+        self._reduced |= {p: p.requires_grad for p in module.parameters()}
 
     def _shard(self, modules: Any, *_: Any, **__: Any) -> Callable[[], None]:
         self._note("wrap")
@@ -267,6 +268,7 @@ class Watch:
         if sampler.shuffle and torch.is_grad_enabled():
             if self._epochs.get(sampler) == sampler.epoch:
                 self._note("epoch")
+                self._step["same_epoch"] = [1]
             self._begun = sampler
 
     def _gather(self, into: Any = None, given: Any = None, *_: Any, **named: Any) -> None:
@@ -426,7 +428,7 @@ class Watch:
 
     def _examine(self) -> None:
         self.facts.problems = self._models.problems()
-        self.facts.model = self._models.describe(self.facts.world_size, self._ties, self._frozen)
+        self.facts.model = self._models.describe(self.facts.world_size, self._ties, self._reduced)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -9,7 +9,8 @@ from fsdp_utils.integrations.state import numbers_of, rng_state, set_rng_state
 from fsdp_utils.memory import Memory_Maximizer, MemoryReport
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback
+
+    class Callback: ...
 else:
     Callback = need("lightning.pytorch", "lightning").Callback
 

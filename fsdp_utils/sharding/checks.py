@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -166,7 +166,7 @@ def _rows(wrapped: _Wrapped) -> Iterator[str]:
 def _optimizer(wrapped: _Wrapped) -> Iterator[str]:
     """Find an optimizer of other parameters than the sharded ones."""
     held = [p for unit in wrapped.units if not unit.fsdp1 for part in unit.parts for p in part.fsdp_params]
-    whole, given = set(map(fsdp2_whole, held)), set(_trained(wrapped.optimizer))
+    whole, given = set(map(fsdp2_whole, held)), set(params(wrapped.optimizer))
     own = {p.sharded_param for p in held} | (set(wrapped.model.parameters()) - whole)
     # Other DTensors are of another sharded model, which the optimizer may train too.
     strangers = {p for p in given - own if p in whole or not isinstance(p, DTensor)}
@@ -184,7 +184,7 @@ def _master_weights(wrapped: _Wrapped) -> Iterator[str]:
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner  # inside of Accelerate's
     # Those of the optimizer: between forward and backward the model may hold gathered copies in bf16.
-    low = [p for p in _trained(optimizer) if p.requires_grad and p.dtype in _LOW]
+    low = [p for p in params(optimizer) if p.requires_grad and p.dtype in _LOW]
     if optimizer and low and type(optimizer).step.__module__.startswith(_WITHOUT_MASTERS):
         names = [plain_name(name) for name, p in wrapped.model.named_parameters() if p is low[0]]
         yield (
@@ -195,7 +195,8 @@ def _master_weights(wrapped: _Wrapped) -> Iterator[str]:
         )
 
 
-def _trained(optimizer: Optimizer | None) -> list[nn.Parameter]:
+def params(optimizer: Optimizer | None) -> list[Any]:
+    """Return the parameters of all groups."""
     return [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
 
 

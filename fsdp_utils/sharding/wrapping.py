@@ -63,9 +63,10 @@ def shard(
 
     Raises:
         ValueError: the strategy is unknown or does not go with the mesh; the model has no transformer blocks,
-            or FSDP1 or DDP has wrapped it. The model is unchanged then, and after a TypeError.
+            or FSDP1 or DDP has wrapped it; there is no process group. The model is unchanged then, and after
+            a TypeError.
         TypeError: offload_policy is not an OffloadPolicy.
-        RuntimeError: there is no process group; or this torch is too old for gloo.
+        RuntimeError: this torch is too old for gloo.
 
     Example::
 
@@ -124,11 +125,6 @@ def dimension(shape: Sequence[int], ranks: int) -> int:
 
 
 def _mesh(mesh: DeviceMesh | None, strategy: str) -> DeviceMesh:
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "shard: expected a process group, found none. Start the program with torchrun and call "
-            "torch.distributed.init_process_group(), or use run_on_ranks."
-        )
     if (found := 1 if mesh is None else mesh.ndim) != (expected := 2 if strategy == "hybrid" else 1):
         raise ValueError(
             f'shard: strategy "{strategy}" expects a {expected}-D mesh, found a {found}-D one. For "hybrid": '
@@ -174,5 +170,4 @@ def _average_gradients(model: nn.Module, names: list[str], mesh: DeviceMesh) -> 
             if parameter.requires_grad and "_averaged" not in vars(parameter):
                 vars(parameter)["_averaged"] = parameter.register_post_accumulate_grad_hook(average)
 
-    watch()
     model.register_forward_pre_hook(watch)
