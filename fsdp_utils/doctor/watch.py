@@ -74,7 +74,7 @@ class Watch:
         self._epochs: Any = WeakKeyDictionary()  # that were trained on, by sampler
         self._begun: Any = None  # a sampler that has begun an epoch, until the next backward
         self._ahead: Any = None  # labels that are one token ahead, from a forward to the next loss
-        self._gathered: list[Any] = []  # copies, and what was sent, since a forward or backward
+        self._gathered: list[Any] | None = []  # copies and what was sent, from a forward to its backward
         self._means: list[Any] = []  # of each backward until the next step: the calls, and its takes_mean()
         self._clipped: list[Any] = []  # calls of the last backward before each clipping until the next step
         self._scaler: Any = None  # that has scaled a loss, until the gradients are unscaled
@@ -276,11 +276,12 @@ class Watch:
         given = named.get("tensor", named.get("input_tensor", given))
         if given.requires_grad and given.numel() > 1 and torch.is_grad_enabled():
             self._note("gather")
-            self._gathered.append((into, given))
+            if self._gathered is not None:  # else it is for a log
+                self._gathered.append((into, given))
 
     def _forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        self._trains, self._gathered = torch.is_grad_enabled(), []  # for a log, perhaps
+        self._trains, self._gathered = torch.is_grad_enabled(), self._gathered or []
         if not self._trains:
             self._begun = None  # the samples are evaluated
         if tensors and not self._trains:
@@ -300,10 +301,10 @@ class Watch:
         if (calls in self._clipped and adds) or (None in self._clipped and self._taken):
             self._step["clipped_early"] = [1]
         self._means.append((calls, takes_mean(node)))
-        for into, given in self._gathered:
+        for into, given in self._gathered or []:
             if not any(one.requires_grad for one in tree_leaves(into)):  # the rank's own was not put back
                 self._step["copies_without_gradient"].append(list(given.shape))
-        self._gathered = []
+        self._gathered = None
         return self._after_backward
 
     def _save(self, obj: Any, f: Any, *_: Any, **__: Any) -> None:
