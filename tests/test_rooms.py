@@ -30,8 +30,8 @@ LEVEL = {
 # Lines of a room, with docstrings. The first rooms have reached their aim, a budget and a tenth. The others
 # only get fewer on the way to theirs, the second number.
 MOST_LINES = {
-    "answers": 206,
-    "doctor": 1248,  # 400
+    "answers": 181,
+    "doctor": 1204,  # 400
     "allocator": 653,
     "lessons": 1387,  # 1,300
     "memory": 766,
@@ -42,13 +42,13 @@ MOST_LINES = {
     "child_tuning": 553,  # 495
     "collectives": 1937,  # 1980
     "distributed": 996,  # 880
-    "integrations": 402,  # 275
+    "integrations": 392,  # 275
     "migration": 713,  # 660
-    "planner": 1704,  # 1760
+    "planner": 1703,  # 1760
     "pretrained": 505,  # 495
-    "sharding": 1095,  # 770
+    "sharding": 1030,  # 770
     "train": 1087,
-    "all together": 18_190,  # 15,000
+    "all together": 18_044,  # 15,000
 }
 # Modules inside rooms that lessons and users import by name too.
 BY_NAME = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from fsdp_utils.sharding import copies
 from fsdp_utils.sharding.blocks import transformer_blocks
 from fsdp_utils.sharding.checks import check_sharding, params
 from fsdp_utils.sharding.local_part import local
@@ -178,9 +178,11 @@ def norms(some: list[Any]) -> list[float]:
 @torch.no_grad()
 def digest(tensors: list[Any]) -> str:
     """Hash the beginnings of tensors on this rank; "" if each has one value all over."""
-    parts = [local(one.detach()).flatten()[:_SAMPLE] for one in tensors]
-    varies = any(bool((part != part[:1]).any()) for part in parts)
-    return " ".join(map(copies.digest, parts)) if varies else ""
+    parts = [local(one.detach()).flatten()[:_SAMPLE].cpu() for one in tensors]
+    if not any(bool((part != part[:1]).any()) for part in parts):
+        return ""
+    text = b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
+    return hashlib.sha256(text).hexdigest()[:16]
 
 
 def _nbytes(tensor: Tensor | None) -> int:

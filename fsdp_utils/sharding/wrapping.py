@@ -170,4 +170,5 @@ def _average_gradients(model: nn.Module, names: list[str], mesh: DeviceMesh) -> 
             if parameter.requires_grad and "_averaged" not in vars(parameter):
                 vars(parameter)["_averaged"] = parameter.register_post_accumulate_grad_hook(average)
 
+    watch()
     model.register_forward_pre_hook(watch)
