@@ -151,6 +151,39 @@ def test_a_torch_whose_gloo_adds_gradients_up_is_refused() -> None:
         shard(HandWritten())
 
 
+# ---- replicas ----
+
+
+@on_ranks(4)
+def test_replicas_of_other_seeds_get_the_first_ones_values() -> None:
+    torch.manual_seed(0)
+    expected = HandWritten().state_dict() | {"own": torch.zeros(2, dtype=torch.bfloat16)}
+    replica = dist.get_rank() // 2
+    torch.manual_seed(replica)
+    model = HandWritten()
+    model.register_buffer("own", torch.full((2,), float(replica), dtype=torch.bfloat16))
+    shard(model, strategy="hybrid", mesh=hybrid_mesh(2, 2))
+    values = model.state_dict()
+    assert [n for n, value in expected.items() if not torch.equal(whole(values[n]), value)] == []
+    assert check_sharding(model) == []
+
+
+@on_ranks()
+def test_replicas_that_cannot_be_made_equal_are_refused_on_every_rank() -> None:
+    rank = dist.get_rank()
+    for device, size in (("meta" if rank else "cpu", 0), ("cpu", 2 + rank)):
+        with torch.device(device):
+            model = HandWritten()
+            model.register_buffer("own", torch.zeros(size))
+        with pytest.raises(
+            RuntimeError,
+            match=r"(?s)^shard: expected the same .*Build the model alike on all ranks, or on meta on all\.$",
+        ):
+            shard(model, strategy="hybrid", mesh=hybrid_mesh(2, 1))
+    with torch.device("meta"):
+        shard(HandWritten(), strategy="hybrid", mesh=hybrid_mesh(2, 1))  # none has values yet
+
+
 # ---- scalars, as CLIP's logit_scale ----
 
 
@@ -205,6 +238,7 @@ def scalars_train_as_in_one_process(how: str) -> None:
                 value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
             parameter.data.copy_(value)
     else:
+        model.scale.data += dist.get_rank()  # the first rank's value is the one that counts
         options: Any = {"strategy": "hybrid", "mesh": hybrid_mesh(2, 2)} if how == "hybrid" else {}
         shard(model, **options)
     norms, parameters = trained(model, samples()[dist.get_rank()])

@@ -1,4 +1,4 @@
-"""Compare tensors of which several ranks hold a copy, such as hybrid sharding's replicas.
+"""Compare tensors of which several ranks hold a copy, such as hybrid sharding's replicas; make them equal.
 
 Where they differ, gradients are averaged over different models, and a checkpoint drops some ranks' values.
 """
@@ -7,14 +7,16 @@ from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from blake3 import blake3
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from fsdp_utils.distributed.agreement import Ranks, fingerprint, rank_names
+from fsdp_utils.distributed.agreement import Ranks, agree, fingerprint, has_peers, rank_names
 from fsdp_utils.sharding.local_part import is_readable, local, view
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle, fsdp1_replicas, registered_flat
@@ -104,6 +106,29 @@ def differing(copies: Mapping[str, Copy], ranks: Ranks) -> dict[str, str]:
         name: f"{name!r} on {rank_names(sorted(others))} differs from {rank_names(sorted(holders))}"
         for name, (others, holders) in sorted(differ.items())
     }
+
+
+@torch.no_grad()
+def make_replicas_equal(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give all replicas the parameters and buffers of the first, as DDP does; those on meta have none."""
+    if mesh.ndim == 1 or not has_peers():
+        return
+    group = mesh.get_group(0)
+    named = {**parameter_copies(model), **buffer_copies(model)}
+    alike = {name: f"{copy.tensor.dtype} {list(copy.tensor.shape)}" for name, copy in named.items()}
+    ranks = agree("shard", dict, error=RuntimeError, topic="sharding")
+    with ranks.guard():
+        ranks.same("", alike, cure=". Build the model alike on all ranks, or on meta on all.")
+    for _, copy in sorted(named.items()):
+        part = local(copy.tensor.detach())
+        part = part[tuple(slice(None if stride else 1) for stride in part.stride())]  # expand() repeats
+        sent = part.resolve_conj().resolve_neg().contiguous()
+        if part.device.type == "cpu" and dist.get_backend(group) == "nccl":  # offloaded
+            sent = sent.to(torch.accelerator.current_accelerator())
+        if sent.numel():  # as bytes: gloo does not know every dtype
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
+        if sent is not part:
+            part.copy_(sent)
 
 
 def digest(tensor: Tensor) -> str:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_utils.sharding.blocks import separate, transformer_blocks
 from fsdp_utils.sharding.checkpointing import compute_again
+from fsdp_utils.sharding.copies import make_replicas_equal
 
 UNEVEN = 0.05  # A parameter that needs more padding than this is cut elsewhere
 
@@ -51,7 +52,7 @@ def shard(
         mesh: 1-D, or for "hybrid" 2-D with named dimensions (replicate, shard). None is all ranks.
         strategy: "full": parameters are freed after a block's forward and gathered again in backward.
             "grad_op": they stay until backward. "hybrid": as "full" within the mesh's second dimension,
-            replicated over the first.
+            replicated over the first; all replicas get the first one's values, unless on the meta device.
         mp_policy: mixed precision, for every unit; output_dtype for the model's output alone.
         offload_policy: CPUOffloadPolicy(...), for every unit.
         checkpointing: compute activations of blocks again in backward, without a cache of keys and values.
@@ -66,7 +67,8 @@ def shard(
             or FSDP1 or DDP has wrapped it; there is no process group. The model is unchanged then, and after
             a TypeError.
         TypeError: offload_policy is not an OffloadPolicy.
-        RuntimeError: this torch is too old for gloo.
+        RuntimeError: this torch is too old for gloo; or, on every rank, replicas hold other parameters and
+            buffers (build the model anew then).
 
     Example::
 
@@ -105,7 +107,8 @@ def shard(
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(_gather_what_can_train, prepend=True)
     if scalars:
-        _average_gradients(model, scalars, mesh)
+        _keep_equal(model, scalars, mesh)
+    make_replicas_equal(model, mesh)
     return model
 
 
@@ -152,11 +155,13 @@ def _gather_what_can_train(unit: Any, _: Any) -> None:
             unit.unshard()
 
 
-def _average_gradients(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
-    """Average the gradients of the scalars in backward, and move them where fully_shard moves the others."""
+def _keep_equal(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
+    """Give all ranks the first rank's scalars (unless on meta), and average their gradients in backward."""
     groups = mesh.get_all_groups()
     for parameter in (p for p in map(model.get_parameter, names) if not p.is_meta):
-        parameter.data = parameter.data.to(mesh.device_type)
+        parameter.data = parameter.data.to(mesh.device_type)  # fully_shard moves what it shards
+        for group in groups:
+            dist.broadcast(parameter.data, group=group, group_src=0)
 
     def average(parameter: nn.Parameter) -> None:
         assert parameter.grad is not None  # the hook runs after it was accumulated
