@@ -17,7 +17,7 @@ LEVEL = {
     "torch_internals": 0,
     "answers": 0,
     "distributed": 1,
-    "sharding": 1060,
+    "sharding": 2,
     **dict.fromkeys(
         ["memory", "allocator", "checkpoint", "collectives", "child_tuning", "precision", "migration"], 3
     ),
