@@ -145,7 +145,13 @@ def _compute_again(model: nn.Module, checkpointing: str | int | None) -> None:
         options["context_fn"] = selective(every_other=checkpointing is not None)
     blocks = [block for _, block in outermost(model, tuple(transformer_block_classes(model)))]
     for block in blocks[:: every_nth(checkpointing or "full")]:
-        block.forward = partial(checkpoint, block.forward, **options)
+        block.forward = partial(_without_cache, partial(checkpoint, block.forward, **options))
+
+
+def _without_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Leave out a cache of transformers, as its own checkpointing does: the block would fill it twice."""
+    caches = [name for name, value in kwargs.items() if hasattr(value, "get_seq_length")]
+    return forward(*args, **{**kwargs, **dict.fromkeys(caches)})
 
 
 @contextmanager
