@@ -201,8 +201,8 @@ class Cluster:
         for rank in dead:
             self._start(rank)
         everyone = range(self.world_size)
-        (port,) = self.ask([0], "open_store")
-        joined = self.ask(everyone, "join_group", self.world_size, self.device, port, TIMEOUT_S)
+        store = self._directory / f"store{self._number}"
+        joined = self.ask(everyone, "join_group", self.world_size, self.device, store, TIMEOUT_S)
         self.pids = dict(zip(everyone, joined, strict=True))
         self.forget_printed()
         return dead

@@ -24,7 +24,7 @@ from traitlets import Type
 from traitlets.config import Config
 
 from fsdp_utils.notebook import nccl, tracebacks
-from fsdp_utils.notebook.group import group_is_healthy, join_group, open_store, shut_connections
+from fsdp_utils.notebook.group import group_is_healthy, join_group, shut_connections
 from fsdp_utils.torch_internals.groups import process_groups, set_group_timeout
 
 GRACE_S = 0.5  # how long an interrupted cell may take to come back by itself before its group is cut
@@ -77,7 +77,6 @@ def serve(rank: int, pipe: Connection, _: Path) -> None:
     threading.Thread(target=_notebook.send_messages, args=(pipe,), daemon=True).start()
     functions = {
         "count_gpus": torch.cuda.device_count,
-        "open_store": open_store,
         "join_group": lambda *settings: join_group(rank, *settings),
         "group_is_healthy": group_is_healthy,
         "shut_connections": shut_connections,
