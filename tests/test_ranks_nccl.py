@@ -91,13 +91,13 @@ def test_a_cell_ends_when_its_work_on_the_gpu_has_ended_and_has_its_errors():
             done, failed = engine.run_cell("x = 1", 5.0), engine.run_cell("raise KeyError", 5.0)
             with patch.object(torch.cuda, "synchronize", mock.Mock(side_effect=RuntimeError(ASSERT))):
                 late = engine.run_cell("x = 1", 5.0)
-        return done, failed["name"], calls, late["message"], late["where"]
+        return done, failed.name, calls, late.message, late.where
 
     assert alone(on_rank) == (None, "KeyError", ["synchronize"], ASSERT, engine.AT_THE_END)
 
 
 def test_a_collective_past_its_limit_ends_the_cell_and_not_the_process():
-    def on_rank() -> dict[str, Any]:
+    def on_rank() -> Any:
         asked = iter([ErrorType.SUCCESS] * 6)  # for a while all is well
         backend = SimpleNamespace(get_error=lambda: next(asked, ErrorType.TIMEOUT))
         world = SimpleNamespace(pg_map={mock.Mock(_get_backend=lambda _: backend): None})
@@ -106,10 +106,10 @@ def test_a_collective_past_its_limit_ends_the_cell_and_not_the_process():
             return engine.run_cell("import time\ntime.sleep(0)\ntime.sleep(30)", 5.0)
 
     found = alone(on_rank)
-    assert (found["name"], found["in_collective"]) == ("CollectiveError", True)
-    assert found["message"] == "a collective waited for the other ranks until its time limit"
-    assert found["where"] == "line 3: time.sleep(30)"
-    assert found["seconds"] < 5
+    assert (found.name, found.in_collective) == ("CollectiveError", True)
+    assert found.message == "a collective waited for the other ranks until its time limit"
+    assert found.where == "line 3: time.sleep(30)"
+    assert found.seconds < 5
 
 
 @pytest.mark.parametrize(

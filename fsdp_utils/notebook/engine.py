@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -192,10 +193,10 @@ def run_cell(source: str, timeout_s: float) -> tracebacks.Failure | None:
     if error is None:
         return None
     found = tracebacks.describe(error, source)
-    found["seconds"] = time.monotonic() - began
+    found.seconds = time.monotonic() - began
     if at_the_end:
-        found["where"], found["text"] = AT_THE_END, f"at {AT_THE_END}"
-    found["in_collective"] |= isinstance(error, nccl.CollectiveError)
+        found.where, found.text = AT_THE_END, f"at {AT_THE_END}"
+    found.in_collective |= isinstance(error, nccl.CollectiveError)
     return found
 
 
@@ -213,8 +214,8 @@ def _report_position(source: str) -> None:
             now = place, _cpu_time_ms(main)
             if now != before:
                 before, since = now, time.monotonic()
-            more = {"seconds": time.monotonic() - since, "runnable": _others_runnable()}
-            _notebook.tell("position", place | more)
+            seconds = time.monotonic() - since
+            _notebook.tell("position", replace(place, seconds=seconds, runnable=_others_runnable()))
 
 
 def _cpu_time_ms(thread: int) -> int:
