@@ -29,7 +29,7 @@ _Problem = tuple[str, type[Exception]]  # the text of a failure, and the class t
 
 WAIT_S = 30.0  # how long a rank waits for the others to enter the same call
 _SLOWEST_POLL_S = 0.05
-_CONNECT_S = 5.0  # the least time that ranks have to make their group
+_CONNECT_S = 5.0  # the least time that ranks have to make their group, and for a collective
 _ALL_HERE = "all"  # the outcome of a round, or else the error's text
 _SHOWN, _SHOWN_LENGTH = 3, 200  # values that differ, characters of a value
 _CURE = ". Decide on one rank and broadcast the decision."
@@ -243,8 +243,6 @@ class Ranks:
         return (f"{self.action}: " if self.action else "") + text + self.consequence
 
     def _words(self, error: BaseException) -> str:
-        if isinstance(error, FileNotFoundError) and error.filename:
-            return f"{error.filename}: expected a file or directory, found none (deleted by another program?)"
         return str(error) if isinstance(error, self.error) else f"{type(error).__name__}: {error}"
 
     # ---- entering together: see `agree` ----
@@ -327,14 +325,12 @@ def agree(
         ranks._enter(wait_s)
     with ranks.guard():
         if ranks.distributed:
-            ranks._connect(max(wait_s, _CONNECT_S))
+            ranks._connect(max(wait_s if collective_s is None else collective_s, _CONNECT_S))
         # These collectives also keep a rank that closes at once from cutting off peers that still connect.
         ranks.action = ""  # in which the ranks may differ, and all raise the same text
         ranks.same("", {"call": json.dumps(action)}, cure=_CURE)
         ranks.action = action
         ranks.same("", ranks._settle(*stated), cure=_CURE)
-        if ranks.distributed:
-            ranks._connect(wait_s if collective_s is None else collective_s)
     return ranks
 
 

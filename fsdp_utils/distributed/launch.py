@@ -4,7 +4,6 @@ import faulthandler
 import io
 import linecache
 import os
-import pickle
 import re
 import sys
 import tempfile
@@ -22,7 +21,7 @@ import torch.distributed as dist
 
 from fsdp_utils.distributed import rank_processes
 from fsdp_utils.distributed.agreement import usable_cores
-from fsdp_utils.distributed.rank_errors import pack_error, unpack_error
+from fsdp_utils.distributed.rank_errors import pack_error, unpack_error, unpickle
 from fsdp_utils.distributed.rank_processes import Ended, RankProcess, receive
 from fsdp_utils.torch_internals.names import DYNAMO
 from fsdp_utils.torch_internals.runtime import hide_apple_gpu
@@ -96,7 +95,7 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
             for rank in ranks:
                 rank.send("go")
             packed = _receive_all(ranks, timeout, directory)
-            results = [_loads(rank, result) for rank, result in enumerate(packed)]
+            results = [unpickle(one, f"run_on_ranks: what rank {n} returned") for n, one in enumerate(packed)]
             for rank in ranks:
                 rank.send("done")
             limit = time.monotonic() + rank_processes.EXIT_S
@@ -142,16 +141,6 @@ def _receive_all(
         lines += ["They stand at:", *(f"rank {number}:{place}" for number, place in enumerate(stood))]
         raise TimeoutError("\n".join(lines))
     return [received[rank.rank] for rank in ranks]
-
-
-def _loads(rank: int, result: bytes) -> Any:
-    try:
-        return pickle.loads(result)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # unpickling runs the caller's code, which may raise SystemExit as well
-        text = f"run_on_ranks: what rank {rank} returned cannot be read here"
-        raise RuntimeError(f"{text}: {type(error).__name__}: {error}") from error
 
 
 def _stack(rank: int, directory: Path) -> str:

@@ -4,7 +4,6 @@ import codecs
 import contextlib
 import importlib
 import os
-import pickle
 import shutil
 import signal
 import sys
@@ -16,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fsdp_utils.distributed.rank_errors import unpickle
 from fsdp_utils.distributed.rank_processes import Ended, RankProcess, receive, start_rank, start_server
-from fsdp_utils.notebook.tracebacks import Position, text_of
+from fsdp_utils.notebook.tracebacks import Position
 from fsdp_utils.torch_internals.names import DYNAMO
 
 LESSON_BATCH = 24  # the samples of a lesson's batch; ranks need equal shares of it
@@ -72,13 +72,10 @@ class Call:
         if "name" in self.answer:
             raise CallError(self.answer["name"], self.answer["message"])
         try:
-            return pickle.loads(self.answer["value"])
-        except BaseException as error:  # unpickling runs the reader's code, which may raise SystemExit, too
-            raise CallError(
-                type(error).__name__,
-                f"{text_of(error)} (while the notebook unpickled the rank's value: ask for something "
-                "simpler, such as tensors, numbers, and lists and dictionaries of them)",
-            ) from None
+            return unpickle(self.answer["value"], "the rank's value")
+        except RuntimeError as error:
+            simpler = "Ask for something simpler: tensors, numbers, and lists and dictionaries of them"
+            raise CallError("RuntimeError", f"{error}. {simpler}") from None
 
 
 class Printed:

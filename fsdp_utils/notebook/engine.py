@@ -21,9 +21,11 @@ import torch
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
+from torch.utils._pytree import tree_map_only
 from traitlets import Type
 from traitlets.config import Config
 
+from fsdp_utils.distributed.rank_errors import text_of
 from fsdp_utils.notebook import nccl, tracebacks
 from fsdp_utils.notebook.group import group_is_healthy, join_group, shut_connections
 from fsdp_utils.torch_internals.groups import process_groups, set_group_timeout
@@ -84,7 +86,9 @@ def serve(rank: int, pipe: Connection, _: Path) -> None:
         "gpu_is_lost": nccl.gpu_is_lost,
         "run_cell": run_cell,
         "has_name": lambda name: name in shell.user_ns,
-        "evaluate": lambda expression: _portable(eval(expression, shell.user_ns)),
+        "evaluate": lambda expression: tree_map_only(
+            torch.Tensor, _portable, eval(expression, shell.user_ns)
+        ),
     }
     with contextlib.suppress(EOFError):
         while True:
@@ -92,21 +96,14 @@ def serve(rank: int, pipe: Connection, _: Path) -> None:
             try:
                 answer = {"value": cloudpickle.dumps(functions[function](*args), pickle.DEFAULT_PROTOCOL)}
             except BaseException as error:  # an expression of the reader's may raise SystemExit as well
-                answer = {"name": type(error).__name__, "message": tracebacks.text_of(error)}
+                answer = {"name": type(error).__name__, "message": text_of(error)}
             _notebook.tell("answer", answer)
 
 
-def _portable(value: Any) -> Any:
-    """Tensors on the CPU, of a DTensor this rank's shard; containers of them alike."""
-    if isinstance(value, torch.Tensor):
-        if hasattr(value, "to_local"):
-            value = value.to_local()  # pyright: ignore[reportAttributeAccessIssue] - a DTensor
-        return value.detach().cpu().clone()
-    if isinstance(value, dict):
-        return {key: _portable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_portable(item) for item in value)
-    return value
+def _portable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the CPU, of a DTensor this rank's shard."""
+    part: Any = tensor
+    return (part.to_local() if hasattr(part, "to_local") else part).detach().cpu().clone()
 
 
 # --- the shell ------------------------------------------------------------------------------------------

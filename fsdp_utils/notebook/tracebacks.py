@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import CodeType
-from typing import Any
+
+from fsdp_utils.distributed.rank_errors import text_of
 
 CONTEXT_LINES = 2
 
@@ -103,14 +104,6 @@ def _collective_name(calls: list[CodeType]) -> str:
 
 def _where(code: CodeType, line: int) -> str:
     return f"line {line}: {linecache.getline(code.co_filename, line).strip()}"
-
-
-def text_of(value: Any) -> str:
-    """`str(value)` as a plain string, also where the value's own `__str__` raises or returns a subclass."""
-    try:
-        return str.__str__(str(value))
-    except BaseException as error:  # the reader's code may raise anything here
-        return f"(no text: its __str__ raised {type(error).__name__})"
 
 
 def _is_collective(files: list[str]) -> bool:
