@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from fsdp_utils.answers import explained_in_a_line
 from fsdp_utils.distributed.rank_processes import Ended
 from fsdp_utils.notebook import output
-from fsdp_utils.notebook.cluster import STREAMS, Call, CallError, Cluster, Interrupts
+from fsdp_utils.notebook.cluster import STREAMS, Cluster, Interrupts
 from fsdp_utils.notebook.tracebacks import Failure, Position
 
 CUT_S = 0.5  # after a failure the other ranks may return by themselves; then their connections are shut
@@ -99,8 +99,8 @@ class Cell:
 
     def _collect(self) -> None:
         for rank, call in self.calls.items():
-            if rank not in self.outcomes and call.answer is not None:
-                self.outcomes[rank] = _outcome(call)
+            if rank not in self.outcomes and call.answer is not None:  # a call that failed is an outcome, too
+                self.outcomes[rank] = call.answer if isinstance(call.answer, Failure) else call.result()
         trouble = self.interrupts.come or self.cluster.exits.keys() & set(self.chosen)
         if self.trouble_at is None and not (trouble or any(self.outcomes.values())):
             self.stuck = self._wait_for_each_other() if self.stuck_s else ""
@@ -254,14 +254,6 @@ def regroup(cluster: Cluster, lost: Iterable[int] = ()) -> str:
         new = output.name_ranks(replaced, 0)
         return f"{note} The new {new} has no variables yet; the other ranks keep theirs."
     return f"{note} Ordinary variables are kept."
-
-
-def _outcome(call: Call) -> Failure | None:
-    """The end of a cell on a rank, also where the rank could not say it: a failed call is an outcome."""
-    try:
-        return call.result()
-    except CallError as error:
-        return Failure(error.name, error.message)
 
 
 def _alike(one: Failure, other: Failure) -> bool:

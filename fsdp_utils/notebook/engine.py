@@ -94,9 +94,9 @@ def serve(rank: int, pipe: Connection, _: Path) -> None:
         while True:
             _notebook.call, function, args = pipe.recv()
             try:
-                answer = {"value": cloudpickle.dumps(functions[function](*args), pickle.DEFAULT_PROTOCOL)}
+                answer = cloudpickle.dumps(functions[function](*args), pickle.DEFAULT_PROTOCOL)
             except BaseException as error:  # an expression of the reader's may raise SystemExit as well
-                answer = {"name": type(error).__name__, "message": text_of(error)}
+                answer = tracebacks.Failure(type(error).__name__, text_of(error))
             _notebook.tell("answer", answer)
 
 

@@ -150,8 +150,7 @@ def _compute_again(model: nn.Module, checkpointing: str | int | None) -> None:
 
 def _without_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Leave out a cache of transformers, as its own checkpointing does: the block would fill it twice."""
-    caches = [name for name, value in kwargs.items() if hasattr(value, "get_seq_length")]
-    return forward(*args, **{**kwargs, **dict.fromkeys(caches)})
+    return forward(*args, **{n: value for n, value in kwargs.items() if not hasattr(value, "get_seq_length")})
 
 
 @contextmanager
