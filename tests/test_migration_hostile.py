@@ -120,7 +120,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("deep.json", '{"a": ' + "[" * 100_000, "deep.json: expected JSON"),
         ("broken.json", "{", "broken.json: expected JSON"),
         ("list.json", "[]", "in list.json: expected a dict of settings, found list"),
-        ("a.toml", "", "a.toml: expected a file .json, .yaml or .yml"),
+        ("a.toml", 'model = "x"', "in a.toml: expected a dict of settings, found str"),
     ],
 )
 def test_a_file_that_is_no_config_is_one_error(name: str, content: str, said: str, tmp_path: Path) -> None:

@@ -253,22 +253,16 @@ class Ranks:
         The rank that comes last, or whose wait ends first, decides the round for all. A rank that finds its
         round decided goes on to the next, so ranks meet again after one has entered a call alone.
         """
-        try:
-            store = library_store(self._topic)
+        store = library_store(self._topic)
+        self._round = store.add(f"round/{self.rank}", 1)
+        while store.check([outcome := f"{self._round}/outcome"]):
             self._round = store.add(f"round/{self.rank}", 1)
-            while store.check([outcome := f"{self._round}/outcome"]):
-                self._round = store.add(f"round/{self.rank}", 1)
-            if store.add(f"{self._round}/count", 1) == self.world_size:
-                store.compare_set(outcome, "", _ALL_HERE)
-            elif not wait_for(store, [outcome], wait_s):
-                rounds = [store.add(f"round/{rank}", 0) for rank in range(self.world_size)]
-                store.compare_set(outcome, "", self._missing(rounds, wait_s))
-            found = store.get(outcome).decode()
-        except Exception as error:
-            raise self.error(
-                f"{self.action}: rank {self.rank} cannot reach the process group's store (has the rank "
-                f"or the host that keeps it gone?): {self._words(error)}"
-            ) from error
+        if store.add(f"{self._round}/count", 1) == self.world_size:
+            store.compare_set(outcome, "", _ALL_HERE)
+        elif not wait_for(store, [outcome], wait_s):
+            rounds = [store.add(f"round/{rank}", 0) for rank in range(self.world_size)]
+            store.compare_set(outcome, "", self._missing(rounds, wait_s))
+        found = store.get(outcome).decode()
         if found != _ALL_HERE:
             raise self.error(found)
 

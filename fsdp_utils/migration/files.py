@@ -55,8 +55,6 @@ def _at(section: Any, path: list[str]) -> Any:
 
 
 def _content(path: Path) -> Any:
-    if path.suffix not in (".json", ".yaml", ".yml"):
-        raise TranslationError(f"{path}: expected a file .json, .yaml or .yml, found {path.suffix!r}")
     kind = "JSON" if path.suffix == ".json" else "YAML"
     content = path.read_bytes()
     try:
@@ -67,7 +65,13 @@ def _content(path: Path) -> Any:
 
 
 def _yaml(content: bytes) -> Any:
-    aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(content, yaml.SafeLoader))
-    if aliases > MOST_ALIASES:  # a few characters of aliases of aliases can stand for gigabytes
-        raise ValueError(f"more than {MOST_ALIASES} aliases (*name) stand in it")
-    return yaml.safe_load(content)
+    class Loader(yaml.SafeLoader):
+        aliases = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.aliases += self.check_event(yaml.AliasEvent)
+            if self.aliases > MOST_ALIASES:  # a few characters of aliases of aliases can stand for gigabytes
+                raise ValueError(f"more than {MOST_ALIASES} aliases (*name) stand in it")
+            return super().compose_node(parent, index)
+
+    return yaml.load(content, Loader)
