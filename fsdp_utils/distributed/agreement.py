@@ -303,7 +303,7 @@ def agree(
         error: the class of the error.
         topic: calls of one topic share a group until `Ranks.close`, so they must not overlap.
         wait_s: seconds to wait for the other ranks to enter.
-        collective_s: seconds to wait for a rank in a collective after that; None for wait_s.
+        collective_s: seconds to wait for a rank in a collective after that, at least 5; None for wait_s.
 
     Raises:
         error: a rank did not come, the facts differ, or facts failed on some rank.
