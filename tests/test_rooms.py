@@ -39,7 +39,7 @@ MOST_LINES = {
     "precision": 302,
     "torch_internals": 440,
     "checkpoint": 2456,  # 1760
-    "child_tuning": 553,  # 495
+    "child_tuning": 549,  # 495
     "collectives": 1937,  # 1980
     "distributed": 978,  # 880
     "integrations": 402,  # 275
@@ -48,7 +48,7 @@ MOST_LINES = {
     "pretrained": 505,  # 495
     "sharding": 1095,  # 770
     "train": 1087,
-    "all together": 18_089,  # 15,000
+    "all together": 18_085,  # 15,000
 }
 # Modules inside rooms that lessons and users import by name too.
 BY_NAME = (
