@@ -3,7 +3,6 @@
 import ast
 import copy
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterator
@@ -117,13 +116,11 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("deep.yaml", "a: " + "[" * 5000, "deep"),
         ("broken.yaml", "a: [", "broken.yaml: expected YAML"),
         ("tag.yaml", "a: !!python/object/apply:os.system [true]", "tag.yaml: expected YAML"),
-        ("twice.yaml", "zero_optimization: {stage: 3, stage: 0}", "the key 'stage' stands twice"),
         ("empty.yaml", "", "in empty.yaml: expected a dict of settings, found NoneType"),
         ("deep.json", '{"a": ' + "[" * 100_000, "deep.json: expected JSON"),
-        ("twice.json", '{"zero_optimization": {"stage": 3, "stage": 0}}', "the key 'stage' stands twice"),
         ("broken.json", "{", "broken.json: expected JSON"),
         ("list.json", "[]", "in list.json: expected a dict of settings, found list"),
-        ("a.toml", "", "a.toml: expected a file .json, .yaml or .yml"),
+        ("a.toml", 'model = "x"', "in a.toml: expected a dict of settings, found str"),
     ],
 )
 def test_a_file_that_is_no_config_is_one_error(name: str, content: str, said: str, tmp_path: Path) -> None:
@@ -138,9 +135,6 @@ def test_a_file_that_is_no_config_is_one_error(name: str, content: str, said: st
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.yaml")  # to read it would wait for its other end
-    with pytest.raises(TranslationError, match=r"pipe.yaml: expected a file, found a folder or a pipe"):
-        translate(tmp_path / "pipe.yaml")
     with pytest.raises(FileNotFoundError):
         translate(tmp_path / "nowhere.yaml")
     with pytest.raises(TranslationError, match="expected a dict of settings, found list"):

@@ -258,6 +258,18 @@ def test_checkpointing_keeps_less_the_more_it_computes_again() -> None:
         assert computed[None] < computed[some] < computed["full"]
 
 
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_blocks_that_are_computed_again_fill_no_cache(checkpointing: str) -> None:
+    """As under transformers' own checkpointing and `shard`: else each block would fill it twice."""
+    without = planned(checkpointing=checkpointing)
+    asks = planned(
+        functools.partial(LlamaForCausalLM, LLAMA),
+        checkpointing=checkpointing,
+        loss=lambda model, batch: model(**batch, use_cache=True).loss,
+    )
+    assert (asks.peak_allocated_gib, asks.breakdown) == (without.peak_allocated_gib, without.breakdown)
+
+
 def test_compiled_blocks_keep_less_and_take_less_time() -> None:
     eager, compiled = plain(), planned(compiled=True)
     assert most(compiled, "activations") < most(eager, "activations")

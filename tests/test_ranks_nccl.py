@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,10 +26,10 @@ def faked_cuda(calls: list[str]) -> Iterator[None]:
     """CUDA seems to be there; `calls` gets what would have reached it, in order."""
     init, abort = dist.init_process_group, dist.distributed_c10d._abort_process_group
 
-    def init_process_group(backend: str, **settings: Any) -> None:
+    def init_process_group(backend: str, *settings: Any) -> None:
         set_before = all(os.environ.get(name) == value for name, value in nccl.WATCHDOG.items())
         calls.append(f"init {backend}, environment set: {set_before}")
-        init("gloo", **settings)
+        init("gloo", *settings)
 
     def abort_process_group(_group: dist.ProcessGroup | None = None) -> None:
         calls.append("abort")
@@ -51,12 +52,9 @@ def faked_cuda(calls: list[str]) -> Iterator[None]:
         yield
 
 
-def join(calls: list[str]) -> None:
+def join(calls: list[str], store: Path) -> None:
     """Leave the group of run_on_ranks, and join as rank of a notebook on GPUs."""
-    rank, store = dist.get_rank(), [None]
-    if rank == 0:
-        store = [group.open_store()]
-    dist.broadcast_object_list(store, src=0)
+    rank = dist.get_rank()
     all_reduce = dist.all_reduce
 
     def first_all_reduce(*arguments: Any, **options: Any) -> Any:
@@ -64,14 +62,14 @@ def join(calls: list[str]) -> None:
         return all_reduce(*arguments, **options)
 
     with patch.object(dist, "all_reduce", first_all_reduce):
-        group.join_group(rank, dist.get_world_size(), "cuda", store[0], 20.0)  # type: ignore[arg-type]
+        group.join_group(rank, dist.get_world_size(), "cuda", store, 20.0)
 
 
-def test_joining_sets_nccls_environment_aborts_the_old_group_and_warms_up(two_ranks):
+def test_joining_sets_nccls_environment_aborts_the_old_group_and_warms_up(two_ranks, tmp_path: Path):
     def on_rank() -> tuple[list[str], str, bool]:
         calls: list[str] = []
         with faked_cuda(calls):
-            join(calls)
+            join(calls, tmp_path / "store")
             return calls, os.environ["NCCL_SOCKET_IFNAME"], group.group_is_healthy()
 
     for rank, (calls, interface, whole) in enumerate(two_ranks(on_rank)):
@@ -93,13 +91,13 @@ def test_a_cell_ends_when_its_work_on_the_gpu_has_ended_and_has_its_errors():
             done, failed = engine.run_cell("x = 1", 5.0), engine.run_cell("raise KeyError", 5.0)
             with patch.object(torch.cuda, "synchronize", mock.Mock(side_effect=RuntimeError(ASSERT))):
                 late = engine.run_cell("x = 1", 5.0)
-        return done, failed["name"], calls, late["message"], late["where"]
+        return done, failed.name, calls, late.message, late.where
 
     assert alone(on_rank) == (None, "KeyError", ["synchronize"], ASSERT, engine.AT_THE_END)
 
 
 def test_a_collective_past_its_limit_ends_the_cell_and_not_the_process():
-    def on_rank() -> dict[str, Any]:
+    def on_rank() -> Any:
         asked = iter([ErrorType.SUCCESS] * 6)  # for a while all is well
         backend = SimpleNamespace(get_error=lambda: next(asked, ErrorType.TIMEOUT))
         world = SimpleNamespace(pg_map={mock.Mock(_get_backend=lambda _: backend): None})
@@ -108,10 +106,10 @@ def test_a_collective_past_its_limit_ends_the_cell_and_not_the_process():
             return engine.run_cell("import time\ntime.sleep(0)\ntime.sleep(30)", 5.0)
 
     found = alone(on_rank)
-    assert (found["name"], found["in_collective"]) == ("CollectiveError", True)
-    assert found["message"] == "a collective waited for the other ranks until its time limit"
-    assert found["where"] == "line 3: time.sleep(30)"
-    assert found["seconds"] < 5
+    assert (found.name, found.in_collective) == ("CollectiveError", True)
+    assert found.message == "a collective waited for the other ranks until its time limit"
+    assert found.where == "line 3: time.sleep(30)"
+    assert found.seconds < 5
 
 
 @pytest.mark.parametrize(

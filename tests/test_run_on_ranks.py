@@ -118,7 +118,7 @@ def test_a_forked_process_may_call_it_although_the_server_is_its_parents(two_ran
     ("options", "message"),
     [
         *(({"world_size": n}, f"world_size of at least 1, found {n!r}") for n in ("2", True, 0)),
-        *(({"timeout": s}, "above 0 and at most 1,000,000 seconds") for s in (0.0, float("nan"), 1e9)),
+        *(({"timeout": s}, f"a timeout above 0, found {s}") for s in (0.0, float("nan"))),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(options: dict[str, Any], message: str) -> None:

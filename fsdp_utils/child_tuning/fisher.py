@@ -14,8 +14,6 @@ from fsdp_utils.distributed.agreement import Ranks, agree
 from fsdp_utils.sharding.local_part import Piece, local, pieces
 from fsdp_utils.sharding.names import some_names
 
-__all__ = ["fisher_mask"]
-
 _CHUNK = 2**20  # values that are counted at once
 _WAIT_S = 1800.0  # for a rank whose batches take longer
 _Parts = list[tuple[nn.Parameter, Piece]]

@@ -15,8 +15,6 @@ from fsdp_utils.sharding.names import plain_name, some_names
 from fsdp_utils.torch_internals.names import disable_dynamo, foreach_add_, fused_adamw_
 from fsdp_utils.torch_internals.runtime import collect_adamw
 
-__all__ = ["ChildTuningAdamW"]
-
 _FLAGS = ("amsgrad", "maximize")
 _SETTINGS = ("foreach", "fused", "capturable", "differentiable", "lr", "weight_decay", "eps", *_FLAGS)
 

@@ -29,7 +29,7 @@ _Problem = tuple[str, type[Exception]]  # the text of a failure, and the class t
 
 WAIT_S = 30.0  # how long a rank waits for the others to enter the same call
 _SLOWEST_POLL_S = 0.05
-_CONNECT_S = 5.0  # the least time that ranks have to make their group
+_CONNECT_S = 5.0  # the least time that ranks have to make their group, and for a collective
 _ALL_HERE = "all"  # the outcome of a round, or else the error's text
 _SHOWN, _SHOWN_LENGTH = 3, 200  # values that differ, characters of a value
 _CURE = ". Decide on one rank and broadcast the decision."
@@ -243,8 +243,6 @@ class Ranks:
         return (f"{self.action}: " if self.action else "") + text + self.consequence
 
     def _words(self, error: BaseException) -> str:
-        if isinstance(error, FileNotFoundError) and error.filename:
-            return f"{error.filename}: expected a file or directory, found none (deleted by another program?)"
         return str(error) if isinstance(error, self.error) else f"{type(error).__name__}: {error}"
 
     # ---- entering together: see `agree` ----
@@ -255,22 +253,16 @@ class Ranks:
         The rank that comes last, or whose wait ends first, decides the round for all. A rank that finds its
         round decided goes on to the next, so ranks meet again after one has entered a call alone.
         """
-        try:
-            store = library_store(self._topic)
+        store = library_store(self._topic)
+        self._round = store.add(f"round/{self.rank}", 1)
+        while store.check([outcome := f"{self._round}/outcome"]):
             self._round = store.add(f"round/{self.rank}", 1)
-            while store.check([outcome := f"{self._round}/outcome"]):
-                self._round = store.add(f"round/{self.rank}", 1)
-            if store.add(f"{self._round}/count", 1) == self.world_size:
-                store.compare_set(outcome, "", _ALL_HERE)
-            elif not wait_for(store, [outcome], wait_s):
-                rounds = [store.add(f"round/{rank}", 0) for rank in range(self.world_size)]
-                store.compare_set(outcome, "", self._missing(rounds, wait_s))
-            found = store.get(outcome).decode()
-        except Exception as error:
-            raise self.error(
-                f"{self.action}: rank {self.rank} cannot reach the process group's store (has the rank "
-                f"or the host that keeps it gone?): {self._words(error)}"
-            ) from error
+        if store.add(f"{self._round}/count", 1) == self.world_size:
+            store.compare_set(outcome, "", _ALL_HERE)
+        elif not wait_for(store, [outcome], wait_s):
+            rounds = [store.add(f"round/{rank}", 0) for rank in range(self.world_size)]
+            store.compare_set(outcome, "", self._missing(rounds, wait_s))
+        found = store.get(outcome).decode()
         if found != _ALL_HERE:
             raise self.error(found)
 
@@ -311,7 +303,7 @@ def agree(
         error: the class of the error.
         topic: calls of one topic share a group until `Ranks.close`, so they must not overlap.
         wait_s: seconds to wait for the other ranks to enter.
-        collective_s: seconds to wait for a rank in a collective after that; None for wait_s.
+        collective_s: seconds to wait for a rank in a collective after that, at least 5; None for wait_s.
 
     Raises:
         error: a rank did not come, the facts differ, or facts failed on some rank.
@@ -327,14 +319,12 @@ def agree(
         ranks._enter(wait_s)
     with ranks.guard():
         if ranks.distributed:
-            ranks._connect(max(wait_s, _CONNECT_S))
+            ranks._connect(max(wait_s if collective_s is None else collective_s, _CONNECT_S))
         # These collectives also keep a rank that closes at once from cutting off peers that still connect.
         ranks.action = ""  # in which the ranks may differ, and all raise the same text
         ranks.same("", {"call": json.dumps(action)}, cure=_CURE)
         ranks.action = action
         ranks.same("", ranks._settle(*stated), cure=_CURE)
-        if ranks.distributed:
-            ranks._connect(wait_s if collective_s is None else collective_s)
     return ranks
 
 

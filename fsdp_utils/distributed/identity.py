@@ -61,7 +61,7 @@ def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
     Raises:
         Exception: on the other ranks, what rank 0 raised in the body; their body is not run.
         TimeoutError: on the other ranks, when rank 0 is not done in time.
-        RuntimeError: this process is one of several ranks, without a process group.
+        ValueError: this process is one of several ranks, without a process group (torch's own error).
 
     Example::
 
@@ -70,10 +70,7 @@ def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
                 torch.save(tokenize("corpus.txt"), "tokens.pt")
         tokens = torch.load("tokens.pt")
     """
-    if not _has_group():
-        if get_world_size() > 1:
-            found = f"rank {get_rank()} of {get_world_size()} without a process group"
-            raise RuntimeError(f"rank0_first: {found}. Call torch.distributed.init_process_group() first.")
+    if get_world_size() == 1:
         yield
         return
     # The store and not a collective: the wait has a separate limit, can be interrupted, and holds up no GPU.
@@ -104,7 +101,7 @@ def sampler(dataset: Any, **options: Any) -> DistributedSampler:
     the ranks, of which some come twice otherwise.
 
     Raises:
-        TypeError: the dataset has no length (an IterableDataset splits itself, in `__iter__`).
+        TypeError: the dataset has no length (an IterableDataset splits itself by rank, in `__iter__`).
 
     Example::
 
@@ -114,9 +111,6 @@ def sampler(dataset: Any, **options: Any) -> DistributedSampler:
             for batch in loader:
                 train_step(batch)
     """
-    if not hasattr(dataset, "__len__"):
-        found = f"expected a dataset with a length, found {type(dataset).__name__}"
-        raise TypeError(f"sampler: {found}. Split it by get_rank() and get_world_size() in its __iter__.")
     return DistributedSampler(dataset, get_world_size(), get_rank(), **options)
 
 

@@ -3,6 +3,7 @@
 import pickle
 import traceback
 from contextlib import suppress
+from typing import Any
 
 import cloudpickle
 
@@ -32,12 +33,9 @@ def unpack_error(packed: bytes, where: str) -> BaseException:
     The last line of a known error names its entry on the page "Answers".
     """
     body, summary, text = pickle.loads(packed)
-    try:
-        error = pickle.loads(body)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # unpickling runs the caller's code, which may raise SystemExit as well
-        error = None
+    error = None
+    with suppress(RuntimeError):
+        error = unpickle(body, "the exception")
     if not isinstance(error, Exception):  # SystemExit and its like would end this process, quietly
         error = RuntimeError(f"{where}: {summary}")
     error.__cause__ = RankTraceback(f"{where}\n\n{text}")
@@ -45,3 +43,21 @@ def unpack_error(packed: bytes, where: str) -> BaseException:
     if add_note and (line := explained_in_a_line(text)):
         add_note(line)
     return error
+
+
+def unpickle(packed: bytes, what: str) -> Any:
+    """Unpickle what another process has sent; a RuntimeError says what cannot be read here, and why."""
+    try:
+        return pickle.loads(packed)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # this runs the sender's code, which may raise SystemExit as well
+        raise RuntimeError(f"{what} cannot be read here: {type(error).__name__}: {text_of(error)}") from error
+
+
+def text_of(value: Any) -> str:
+    """`str(value)` as a plain string, also where the value's own `__str__` raises or returns a subclass."""
+    try:
+        return str.__str__(str(value))
+    except BaseException as error:  # the reader's code may raise anything here
+        return f"(no text: its __str__ raised {type(error).__name__})"

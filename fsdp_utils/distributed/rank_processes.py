@@ -122,7 +122,7 @@ def start_rank(
     context: Any = multiprocessing.get_context(method)
     written = [_sendable(descriptor) for descriptor in output]
     (ours, theirs), (control, held) = context.Pipe(), context.Pipe()
-    caller = os.environ.copy(), multiprocessing.get_start_method(allow_none=True), written
+    caller = os.environ.copy(), written
     with _main_hidden(), theirs, held:  # only the rank's ends stay open, so that its death closes the pipe
         process = context.Process(
             target=_be_rank, args=(main, held, caller, rank, theirs, directory, *args), name=f"rank {rank}"
@@ -157,7 +157,7 @@ def _be_rank(
     if os.getppid() != supervisor:  # it died before this process could ask for the signal
         os._exit(1)
     control.close()
-    environ, start_method, output = caller
+    environ, output = caller
     for number, connection in enumerate(output, start=1):
         os.dup2(connection.fileno(), number)
         connection.close()
@@ -166,7 +166,6 @@ def _be_rank(
     gc.freeze()  # never collect what the server has imported
     gc.enable()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    multiprocessing.set_start_method(start_method, force=True)  # as in the caller, for DataLoader workers
     os.environ.clear()
     os.environ.update(environ)
     pkgutil.resolve_name(main)(rank, pipe, directory, *args)

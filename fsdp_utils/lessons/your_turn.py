@@ -315,9 +315,9 @@ def _in_the_notebook(number: int, code: str) -> list[Measured]:
         return [not_ready(number, namespace) or measure(number, namespace)]
     except Exception as error:
         found = tracebacks.describe(error, code)
-        print(found["text"])
-        where = f" ({found['where']})" if found["where"] else ""
-        said = f"Nothing to measure: your code raised {found['name']}: {found['message']}{where}."
+        print(found.text)
+        where = f" ({found.where})" if found.where else ""
+        said = f"Nothing to measure: your code raised {found.name}: {found.message}{where}."
         return [Measured(blank(number), said)]
     finally:
         end(namespace)

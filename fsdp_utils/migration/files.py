@@ -55,22 +55,16 @@ def _at(section: Any, path: list[str]) -> Any:
 
 
 def _content(path: Path) -> Any:
-    if path.suffix not in (".json", ".yaml", ".yml"):
-        raise TranslationError(f"{path}: expected a file .json, .yaml or .yml, found {path.suffix!r}")
-    if path.exists() and not path.is_file():  # to open a pipe would wait for its other end
-        raise TranslationError(f"{path}: expected a file, found a folder or a pipe")
     kind = "JSON" if path.suffix == ".json" else "YAML"
+    content = path.read_bytes()
     try:
-        text = path.read_text(encoding="utf-8")
-        return json.loads(text, object_pairs_hook=_without_duplicates) if kind == "JSON" else _yaml(text)
-    except (OSError, ModuleNotFoundError):
-        raise
+        return json.loads(content) if kind == "JSON" else _yaml(content)
     except Exception as error:  # PyYAML's constructors raise ValueError, AttributeError, KeyError ...
         told = " ".join(str(error).split())
         raise TranslationError(f"{path.name}: expected {kind}, found what is none: {told:.600}") from None
 
 
-def _yaml(text: str) -> Any:
+def _yaml(content: bytes) -> Any:
     class Loader(yaml.SafeLoader):
         aliases = 0
 
@@ -80,18 +74,4 @@ def _yaml(text: str) -> Any:
                 raise ValueError(f"more than {MOST_ALIASES} aliases (*name) stand in it")
             return super().compose_node(parent, index)
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            _without_duplicates([(key.value, None) for key, _ in node.value if isinstance(key.value, str)])
-            return super().construct_mapping(node, deep)
-
-    return yaml.load(text, Loader)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a key that stands twice: the parsers of JSON and YAML would keep the last."""
-    section: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in section and name != "<<":
-            raise ValueError(f"the key {shown(name)} stands twice in one section")
-        section[name] = value
-    return section
+    return yaml.load(content, Loader)

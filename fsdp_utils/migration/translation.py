@@ -100,8 +100,6 @@ class Translation:
         recompute, pinned = units and self.checkpointing, "" if self.pin_memory else "pin_memory=False"
         names = "{kind.__name__ for kind in transformer_block_classes(model)}"
         if self.blocks is not None:
-            if not all(name.isidentifier() for name in self.blocks):
-                raise TranslationError(f"blocks: expected names of classes, found {shown(self.blocks)}")
             names = "{" + ", ".join(f'"{name}"' for name in self.blocks) + "}"
         lines = [  # whether it is needed, and the line
             (masters and self.ddp, "model.float()  # 16-bit weights would round small steps away"),

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 from fsdp_utils.answers import explained_in_a_line
 from fsdp_utils.distributed.rank_processes import Ended
 from fsdp_utils.notebook import output
-from fsdp_utils.notebook.cluster import STREAMS, Call, CallError, Cluster, Interrupts
-from fsdp_utils.notebook.tracebacks import Failure, Position, failure
+from fsdp_utils.notebook.cluster import STREAMS, Cluster, Interrupts
+from fsdp_utils.notebook.tracebacks import Failure, Position
 
 CUT_S = 0.5  # after a failure the other ranks may return by themselves; then their connections are shut
 INTERRUPT_S = 0.8  # ... after this those that are in no collective are interrupted
@@ -21,7 +21,7 @@ STATUS_S = 1.0  # a cell that takes longer says what its ranks do
 STATUS_LENGTH = 100  # characters: a line that wraps cannot be replaced
 WAITING_S = 5.0  # a rank that is in the same collective for longer waits for the others
 KILL_S = {"cpu": 3.0, "cuda": 20.0}  # ... and after this, killed; to abort NCCL's communicators takes longer
-UNKNOWN = Position(where=None, line=None, collective=None, seconds=0.0, runnable=True)
+UNKNOWN = Position()
 
 
 class RankError(RuntimeError):
@@ -99,8 +99,8 @@ class Cell:
 
     def _collect(self) -> None:
         for rank, call in self.calls.items():
-            if rank not in self.outcomes and call.answer is not None:
-                self.outcomes[rank] = _outcome(call)
+            if rank not in self.outcomes and call.answer is not None:  # a call that failed is an outcome, too
+                self.outcomes[rank] = call.answer if isinstance(call.answer, Failure) else call.result()
         trouble = self.interrupts.come or self.cluster.exits.keys() & set(self.chosen)
         if self.trouble_at is None and not (trouble or any(self.outcomes.values())):
             self.stuck = self._wait_for_each_other() if self.stuck_s else ""
@@ -110,12 +110,12 @@ class Cell:
     def _wait_for_each_other(self) -> str:
         """Say where the ranks wait if none of them can go on; "" while one may."""
         places = {rank: self.calls[rank].position or UNKNOWN for rank in self._busy()}
-        together = len({(p["collective"], p["line"]) for p in places.values()}) == 1 and not self.outcomes
+        together = len({(p.collective, p.line) for p in places.values()}) == 1 and not self.outcomes
         limit_s = self.timeout_s if together else self.stuck_s or 0.0  # gloo's recv waits longer than it may
-        waiting = [p["collective"] and p["seconds"] > limit_s and not p["runnable"] for p in places.values()]
+        waiting = [p.collective and p.seconds > limit_s and not p.runnable for p in places.values()]
         if not places or not all(waiting):
             return ""
-        lines = [f"{output.name_ranks([rank], 0)} waits at {p['where']}" for rank, p in places.items()]
+        lines = [f"{output.name_ranks([rank], 0)} waits at {p.where}" for rank, p in places.items()]
         done = [f"{output.name_ranks([rank], 0)} has finished" for rank in sorted(self.outcomes)]
         return "; ".join([*lines, *done])
 
@@ -128,19 +128,19 @@ class Cell:
         waiting: dict[str, list[int]] = {}
         for rank in range(self.cluster.world_size):
             place = positions.get(rank, UNKNOWN)
-            if place["collective"] and place["seconds"] > WAITING_S:
-                what = f"waiting in {place['collective']} (line {place['line']})"
+            if place.collective and place.seconds > WAITING_S:
+                what = f"waiting in {place.collective} (line {place.line})"
                 waiting.setdefault(what, []).append(rank)
             elif rank not in positions:
                 where.setdefault("finished" if rank in self.chosen else "not in this cell", []).append(rank)
-            elif place["line"]:
-                where.setdefault(f"at line {place['line']}", []).append(rank)
+            elif place.line:
+                where.setdefault(f"at line {place.line}", []).append(rank)
         if waiting and len(waiting) + len(where) > 1:
             all_of_them = [*where.items(), *waiting.items()]
             return "; ".join(f"{output.name_ranks(ranks, 0)}: {what}" for what, ranks in all_of_them)
         if any(live.shown or live.drawn for live in self.live.values()):
             return ""
-        lines = {place["where"] for place in positions.values() if place["where"]}
+        lines = {place.where for place in positions.values() if place.where}
         at = f" at {lines.pop()}" if len(lines) == 1 else ""
         return f"running on {output.name_ranks(self._busy(), self.cluster.world_size)}{at}"[:STATUS_LENGTH]
 
@@ -211,15 +211,15 @@ class Cell:
             details = ["Meanwhile", *others, ""] if others else []
             when = "while it ran this cell" if died.keys() <= set(self.chosen) else "while this cell ran"
             raise ranks_died(died, when, "\n".join([*details, note]))
-        in_collective = {rank: one for rank, one in failures.items() if one["in_collective"]}
-        timed_out = {rank: one for rank, one in in_collective.items() if one["seconds"] >= self.timeout_s}
-        first = min(failures, key=lambda rank: failures[rank]["time"])
+        in_collective = {rank: one for rank, one in failures.items() if one.in_collective}
+        timed_out = {rank: one for rank, one in in_collective.items() if one.seconds >= self.timeout_s}
+        first = min(failures, key=lambda rank: failures[rank].time)
         if first in in_collective and timed_out:  # one that waited to the end, not one it took along
-            first = min(timed_out, key=lambda rank: failures[rank]["time"])
+            first = min(timed_out, key=lambda rank: failures[rank].time)
         cause = failures[first]
         same = [rank for rank in sorted(failures) if _alike(failures[rank], cause)]
         label = output.name_ranks(same, self.cluster.world_size)
-        details = [f"{label}, {cause['text']}", f"{cause['name']}: {cause['message']}", ""]
+        details = [f"{label}, {cause.text}", f"{cause.name}: {cause.message}", ""]
         others = self._where_stood([rank for rank in self.chosen if rank not in same], exits)
         details += ["Meanwhile", *others, ""] if others else []
         if first in timed_out:
@@ -228,9 +228,9 @@ class Cell:
                 "Has every rank entered it?",
                 "",
             ]
-        message = f"{label} raised {cause['name']}: {cause['message']}"
-        known = explained_in_a_line(f"{cause['text']}\n{cause['name']}: {cause['message']}")
-        raise RankError(message, "\n".join([*details, note, known]).rstrip(), cause["where"])
+        message = f"{label} raised {cause.name}: {cause.message}"
+        known = explained_in_a_line(f"{cause.text}\n{cause.name}: {cause.message}")
+        raise RankError(message, "\n".join([*details, note, known]).rstrip(), cause.where)
 
     def _where_stood(self, some: list[int], exits: Mapping[int, Ended]) -> list[str]:
         lines = []
@@ -241,7 +241,7 @@ class Cell:
             elif rank in exits:
                 stood = "could not be freed and was ended"
             else:
-                stood = f"stood at {(found and found['where']) or 'a place unknown'}"
+                stood = f"stood at {(found and found.where) or 'a place unknown'}"
             lines.append(f"{output.name_ranks([rank], 0)} {stood}")
         return lines
 
@@ -256,18 +256,10 @@ def regroup(cluster: Cluster, lost: Iterable[int] = ()) -> str:
     return f"{note} Ordinary variables are kept."
 
 
-def _outcome(call: Call) -> Failure | None:
-    """The end of a cell on a rank, also where the rank could not say it: a failed call is an outcome."""
-    try:
-        return call.result()
-    except CallError as error:
-        return failure(error.name, error.message)
-
-
 def _alike(one: Failure, other: Failure) -> bool:
     """Whether two ranks failed alike; what torch says of a broken connection differs by its ports."""
-    same = (one["name"], one["where"]) == (other["name"], other["where"])
-    return same and (other["in_collective"] or one["message"] == other["message"])
+    same = (one.name, one.where) == (other.name, other.where)
+    return same and (other.in_collective or one.message == other.message)
 
 
 def ranks_died(died: Mapping[int, Ended], when: str, details: str) -> RankError:

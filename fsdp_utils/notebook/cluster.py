@@ -4,7 +4,6 @@ import codecs
 import contextlib
 import importlib
 import os
-import pickle
 import shutil
 import signal
 import sys
@@ -16,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fsdp_utils.distributed.rank_errors import unpickle
 from fsdp_utils.distributed.rank_processes import Ended, RankProcess, receive, start_rank, start_server
-from fsdp_utils.notebook.tracebacks import Position, text_of
+from fsdp_utils.notebook.tracebacks import Failure, Position
 from fsdp_utils.torch_internals.names import DYNAMO
 
 LESSON_BATCH = 24  # the samples of a lesson's batch; ranks need equal shares of it
@@ -30,10 +30,6 @@ PRELOAD = ("fsdp_utils.notebook.engine", "torch.distributed.fsdp", DYNAMO)
 
 class CallError(RuntimeError):
     """A function that the notebook has called on a rank raised, or its result could not be unpickled."""
-
-    def __init__(self, name: str, message: str) -> None:
-        super().__init__(f"{name}: {message}")
-        self.name, self.message = name, message
 
 
 class Interrupts:
@@ -62,23 +58,20 @@ class Interrupts:
 class Call:
     """A call of a function on a rank, and what the rank has told of it so far."""
 
-    answer: dict[str, Any] | None = None
+    answer: bytes | Failure | None = None  # what the function returned, pickled, or how it failed
     displayed: list[dict[str, Any]] = field(default_factory=list)
     position: Position | None = None
 
     def result(self) -> Any:
         """Return what the function returned; raise a CallError if it raised or cannot be unpickled."""
+        if isinstance(self.answer, Failure):
+            raise CallError(f"{self.answer.name}: {self.answer.message}")
         assert self.answer is not None
-        if "name" in self.answer:
-            raise CallError(self.answer["name"], self.answer["message"])
         try:
-            return pickle.loads(self.answer["value"])
-        except BaseException as error:  # unpickling runs the reader's code, which may raise SystemExit, too
-            raise CallError(
-                type(error).__name__,
-                f"{text_of(error)} (while the notebook unpickled the rank's value: ask for something "
-                "simpler, such as tensors, numbers, and lists and dictionaries of them)",
-            ) from None
+            return unpickle(self.answer, "the rank's value")
+        except RuntimeError as error:
+            simpler = "Ask for something simpler: tensors, numbers, and lists and dictionaries of them"
+            raise CallError(f"RuntimeError: {error}. {simpler}") from None
 
 
 class Printed:
@@ -201,8 +194,8 @@ class Cluster:
         for rank in dead:
             self._start(rank)
         everyone = range(self.world_size)
-        (port,) = self.ask([0], "open_store")
-        joined = self.ask(everyone, "join_group", self.world_size, self.device, port, TIMEOUT_S)
+        store = self._directory / f"store{self._number}"
+        joined = self.ask(everyone, "join_group", self.world_size, self.device, store, TIMEOUT_S)
         self.pids = dict(zip(everyone, joined, strict=True))
         self.forget_printed()
         return dead

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ import torch
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
+from torch.utils._pytree import tree_map_only
 from traitlets import Type
 from traitlets.config import Config
 
+from fsdp_utils.distributed.rank_errors import text_of
 from fsdp_utils.notebook import nccl, tracebacks
-from fsdp_utils.notebook.group import group_is_healthy, join_group, open_store, shut_connections
+from fsdp_utils.notebook.group import group_is_healthy, join_group, shut_connections
 from fsdp_utils.torch_internals.groups import process_groups, set_group_timeout
 
 GRACE_S = 0.5  # how long an interrupted cell may take to come back by itself before its group is cut
@@ -77,36 +80,30 @@ def serve(rank: int, pipe: Connection, _: Path) -> None:
     threading.Thread(target=_notebook.send_messages, args=(pipe,), daemon=True).start()
     functions = {
         "count_gpus": torch.cuda.device_count,
-        "open_store": open_store,
         "join_group": lambda *settings: join_group(rank, *settings),
         "group_is_healthy": group_is_healthy,
         "shut_connections": shut_connections,
         "gpu_is_lost": nccl.gpu_is_lost,
         "run_cell": run_cell,
         "has_name": lambda name: name in shell.user_ns,
-        "evaluate": lambda expression: _portable(eval(expression, shell.user_ns)),
+        "evaluate": lambda expression: tree_map_only(
+            torch.Tensor, _portable, eval(expression, shell.user_ns)
+        ),
     }
     with contextlib.suppress(EOFError):
         while True:
             _notebook.call, function, args = pipe.recv()
             try:
-                answer = {"value": cloudpickle.dumps(functions[function](*args), pickle.DEFAULT_PROTOCOL)}
+                answer = cloudpickle.dumps(functions[function](*args), pickle.DEFAULT_PROTOCOL)
             except BaseException as error:  # an expression of the reader's may raise SystemExit as well
-                answer = {"name": type(error).__name__, "message": tracebacks.text_of(error)}
+                answer = tracebacks.Failure(type(error).__name__, text_of(error))
             _notebook.tell("answer", answer)
 
 
-def _portable(value: Any) -> Any:
-    """Tensors on the CPU, of a DTensor this rank's shard; containers of them alike."""
-    if isinstance(value, torch.Tensor):
-        if hasattr(value, "to_local"):
-            value = value.to_local()  # pyright: ignore[reportAttributeAccessIssue] - a DTensor
-        return value.detach().cpu().clone()
-    if isinstance(value, dict):
-        return {key: _portable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_portable(item) for item in value)
-    return value
+def _portable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the CPU, of a DTensor this rank's shard."""
+    part: Any = tensor
+    return (part.to_local() if hasattr(part, "to_local") else part).detach().cpu().clone()
 
 
 # --- the shell ------------------------------------------------------------------------------------------
@@ -193,10 +190,10 @@ def run_cell(source: str, timeout_s: float) -> tracebacks.Failure | None:
     if error is None:
         return None
     found = tracebacks.describe(error, source)
-    found["seconds"] = time.monotonic() - began
+    found.seconds = time.monotonic() - began
     if at_the_end:
-        found["where"], found["text"] = AT_THE_END, f"at {AT_THE_END}"
-    found["in_collective"] |= isinstance(error, nccl.CollectiveError)
+        found.where, found.text = AT_THE_END, f"at {AT_THE_END}"
+    found.in_collective |= isinstance(error, nccl.CollectiveError)
     return found
 
 
@@ -214,8 +211,8 @@ def _report_position(source: str) -> None:
             now = place, _cpu_time_ms(main)
             if now != before:
                 before, since = now, time.monotonic()
-            more = {"seconds": time.monotonic() - since, "runnable": _others_runnable()}
-            _notebook.tell("position", place | more)
+            seconds = time.monotonic() - since
+            _notebook.tell("position", replace(place, seconds=seconds, runnable=_others_runnable()))
 
 
 def _cpu_time_ms(thread: int) -> int:

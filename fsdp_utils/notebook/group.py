@@ -10,38 +10,24 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fsdp_utils.distributed.launch import set_up
 from fsdp_utils.notebook import nccl
 from fsdp_utils.torch_internals.groups import abort_groups
 
-ADDRESS = "127.0.0.1"
 EPOLL_CTL_MOD, EPOLLET = 3, 1 << 31  # from Linux's <sys/epoll.h>
 
-_listener: socket.socket | None = None  # rank 0: where the next group's store will listen
 
-
-def open_store() -> int:
-    """Open a port for the store of the next group, on rank 0."""
-    global _listener
-    _listener = socket.create_server((ADDRESS, 0), backlog=1024)
-    return _listener.getsockname()[1]
-
-
-def join_group(rank: int, world_size: int, device: str, port: int, timeout_s: float) -> int:
+def join_group(rank: int, world_size: int, device: str, store: Path, timeout_s: float) -> int:
     """Join the process group of all ranks, in place of the one before; returns this process's id.
 
-    The group's store is at the port that rank 0 has opened. A collective may wait for timeout_s at most.
+    The group's store is a new file: no port that others could reach. A collective may wait for timeout_s.
     """
-    global _listener
     on_gpu = device == "cuda"
     set_up(rank, world_size, gpu=on_gpu)
-    os.environ.update(MASTER_ADDR=ADDRESS, MASTER_PORT=f"{port}")
     if on_gpu:
         nccl.configure(os.environ["GLOO_SOCKET_IFNAME"])
         torch.cuda.set_device(rank)
@@ -51,17 +37,9 @@ def join_group(rank: int, world_size: int, device: str, port: int, timeout_s: fl
     # cuDNN computes fp32 convolutions in TF32 by default, to three digits; lessons compare the losses of 24
     # and of 6 images to 1e-4
     torch.backends.cudnn.allow_tf32 = False
-    # A TCPStore that opens its own port listens on every interface of the machine: give it ours.
-    descriptor = _listener.detach() if _listener is not None else None
-    _listener = None
-    timeout = timedelta(seconds=timeout_s)
-    options: Any = {"wait_for_workers": False, "master_listen_fd": descriptor}
-    try:
-        store = TCPStore(ADDRESS, port, world_size, rank == 0, timeout, **options)
-    except NotImplementedError:  # torch 2.7's libuv takes no port that is open already
-        store = TCPStore(ADDRESS, port, world_size, rank == 0, timeout, use_libuv=False, **options)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    limit = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, f"file://{store.as_posix()}", limit, world_size, rank)
     if on_gpu:
         nccl.warm_up(timeout_s)
     return os.getpid()

@@ -7,57 +7,48 @@ import site
 import sys
 import sysconfig
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import CodeType
-from typing import Any, TypedDict
+
+from fsdp_utils.distributed.rank_errors import text_of
 
 CONTEXT_LINES = 2
 
 
-class Failure(TypedDict):
+@dataclass
+class Failure:
     """A failure of a cell on a rank."""
 
     name: str  # the exception's class
     message: str
-    text: str  # an excerpt of the lines, or where it was
-    where: str | None  # the innermost line of the reader's own code
-    in_collective: bool  # whether torch.distributed raised it
-    time: float  # since the epoch
-    seconds: float  # since the cell began
+    text: str = "no place known"  # an excerpt of the lines, or where it was
+    where: str | None = None  # the innermost line of the reader's own code
+    in_collective: bool = False  # whether torch.distributed raised it
+    time: float = field(default_factory=time.time)  # since the epoch
+    seconds: float = 0.0  # since the cell began
 
 
-class Position(TypedDict):
+@dataclass
+class Position:
     """Where the main thread of a rank stands."""
 
-    where: str | None  # the innermost line of the reader's own code
-    line: int | None  # its number
-    collective: str | None  # the function of torch.distributed that the line is in
-    seconds: float  # for how long it has been there
-    runnable: bool  # whether another thread of the rank could go on
-
-
-def failure(name: str, message: str) -> Failure:
-    """A failure of which no place is known."""
-    return Failure(
-        name=name,
-        message=message,
-        text="no place known",
-        where=None,
-        in_collective=False,
-        time=time.time(),
-        seconds=0.0,
-    )
+    where: str | None = None  # the innermost line of the reader's own code
+    line: int | None = None  # its number
+    collective: str | None = None  # the function of torch.distributed that the line is in
+    seconds: float = 0.0  # for how long it has been there
+    runnable: bool = True  # whether another thread of the rank could go on
 
 
 def describe(error: BaseException, source: str) -> Failure:
     """Describe an exception that was raised while the cell `source` ran."""
     message = re.sub(r"^\[\S+:\d+\] ", "", text_of(error))  # gloo begins with a path of its build machine
-    found = failure(type(error).__name__, message)
+    found = Failure(type(error).__name__, message)
     if isinstance(error, SyntaxError):
         line = "" if error.text is None else text_of(error.text).strip()
-        found["where"] = f"line {text_of(error.lineno)}: {line}"
-        found["text"], found["message"] = f"in this cell, {found['where']}", text_of(error.msg)
+        found.where = f"line {text_of(error.lineno)}: {line}"
+        found.text, found.message = f"in this cell, {found.where}", text_of(error.msg)
         return found
     own: list[str] = []
     library: list[str] = []
@@ -72,7 +63,7 @@ def describe(error: BaseException, source: str) -> Failure:
             continue
         library.clear()  # show the library code that lies below the reader's last line
         files.clear()
-        found["where"] = _where(code, line)
+        found.where = _where(code, line)
         function = code.co_name
         own.append(f"in {place}, line {line}" + ("" if function == "<module>" else f", in {function}"))
         own.extend(_lines_around(code.co_filename, line))
@@ -80,11 +71,11 @@ def describe(error: BaseException, source: str) -> Failure:
         library[3:-3] = [f"    ... {len(library) - 6} more"]
     if library:
         own.append("which called")
-    found["text"] = "\n".join([*own, *library])
+    found.text = "\n".join([*own, *library])
     cause = error.__cause__
     if cause is not None:
-        found["text"] += f"\ncaused by {type(cause).__name__}: {text_of(cause)}"
-    found["in_collective"] = _is_collective(files)
+        found.text += f"\ncaused by {type(cause).__name__}: {text_of(cause)}"
+    found.in_collective = _is_collective(files)
     return found
 
 
@@ -100,9 +91,9 @@ def position(thread: int, source: str) -> Position:
             below.reverse()
             in_collective = _is_collective([library.co_filename for library in below])
             name = _collective_name(below) if in_collective else None
-            return Position(where=_where(code, line), line=line, collective=name, seconds=0.0, runnable=False)
+            return Position(_where(code, line), line, name)
         below.append(code)
-    return Position(where=None, line=None, collective=None, seconds=0.0, runnable=False)
+    return Position()
 
 
 def _collective_name(calls: list[CodeType]) -> str:
@@ -113,14 +104,6 @@ def _collective_name(calls: list[CodeType]) -> str:
 
 def _where(code: CodeType, line: int) -> str:
     return f"line {line}: {linecache.getline(code.co_filename, line).strip()}"
-
-
-def text_of(value: Any) -> str:
-    """`str(value)` as a plain string, also where the value's own `__str__` raises or returns a subclass."""
-    try:
-        return str.__str__(str(value))
-    except BaseException as error:  # the reader's code may raise anything here
-        return f"(no text: its __str__ raised {type(error).__name__})"
 
 
 def _is_collective(files: list[str]) -> bool:

@@ -64,7 +64,8 @@ def plan(
         model: an nn.Module with transformer blocks (it is not changed; on "meta" it needs no memory), a
             function of no arguments that builds one (called on "meta"), a transformers config, or a folder
             with a config.json. Frozen parameters have no gradients and no optimizer state. A config's
-            attention is torch's, in one kernel, unless it asks for "eager".
+            attention is torch's, in one kernel, unless it asks for "eager"; its `use_cache` counts as False.
+            A model has the cache that its config asks for, but not in blocks that are computed again.
         world_size: ranks, 1 to 4096.
         batch_size: samples in a step, of all ranks and micro-batches together.
         seq_len: tokens of a sample, for models that read tokens.

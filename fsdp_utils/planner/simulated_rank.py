@@ -144,7 +144,12 @@ def _compute_again(model: nn.Module, checkpointing: str | int | None) -> None:
     if checkpointing in ("selective", None):
         options["context_fn"] = selective(every_other=checkpointing is not None)
     for block in [*transformer_blocks(model).values()][:: every_nth(checkpointing or "full")]:
-        block.forward = partial(checkpoint, block.forward, **options)
+        block.forward = partial(_without_cache, partial(checkpoint, block.forward, **options))
+
+
+def _without_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Leave out a cache of transformers, as its own checkpointing does: the block would fill it twice."""
+    return forward(*args, **{n: value for n, value in kwargs.items() if not hasattr(value, "get_seq_length")})
 
 
 @contextmanager
