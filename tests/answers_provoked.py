@@ -64,6 +64,9 @@ def blocks(count: int = 2) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(count)))
 
 
+model = blocks()  # another one for each cell
+
+
 def half_frozen() -> nn.Sequential:
     model = blocks()
     model[0].requires_grad_(False)
@@ -171,12 +174,10 @@ model = nn.Sequential(half_frozen())
 FSDP(nn.Sequential(half_frozen()), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), use_orig_params=False)
 
 # %% cannot-flatten-integer-dtype
-model = blocks()
 model.register_parameter("packed", nn.Parameter(torch.ones(8, dtype=torch.uint8), requires_grad=False))
 FSDP(model)
 
 # %% uniform-dtype
-model = blocks()
 model[1].to(torch.bfloat16)
 FSDP(model)
 
@@ -190,7 +191,6 @@ half = sharded(blocks().half())
 scaler = torch.amp.GradScaler("cpu")
 optimizer = torch.optim.AdamW(half.parameters())
 scaler.scale(half(x.half()).float().sum()).backward()
-model = blocks()
 scaler.unscale_(optimizer)
 
 
@@ -228,7 +228,6 @@ with model.module[0].no_sync():
 
 # %% fsdp1-already-applied
 partly = nn.Sequential(FSDP(nn.Linear(8, 8)), nn.Linear(8, 8))
-model = blocks()
 FSDP(partly, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
 
 # %% fsdp1-assumes-key
@@ -244,12 +243,10 @@ with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DI
     model.state_dict()
 
 # %% no-shard-deprecated
-model = blocks()
 FSDP(copy.deepcopy(model), sharding_strategy=ShardingStrategy.NO_SHARD)
 
 # %% world-size-is-one
 alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-model = blocks()
 FSDP(blocks(), process_group=alone)
 
 # ---- FSDP2 -----------------------------------------------------------------------------------------------
@@ -262,7 +259,6 @@ apart(tokens)
 
 # %% mesh-of-one-or-two-dimensions
 mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("pp", "replicate", "shard"))
-model = blocks()
 fully_shard(blocks(), mesh=mesh)
 
 # %% scalar-parameters
@@ -276,7 +272,6 @@ for one in (model, wrong):
 fully_shard(wrong)
 
 # %% uniform-original-dtype
-model = blocks()
 model[1].to(torch.bfloat16)
 fully_shard(copy.deepcopy(model))(x)
 
@@ -369,7 +364,6 @@ fully_shard(wrong, mp_policy=policy)
 wrong(x)
 
 # %% already-applied
-model = blocks()
 fully_shard(model[0])
 fully_shard(model[0])
 
@@ -440,7 +434,6 @@ tp.parallelize_module(
     init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
     {"0": tp.ColwiseParallel(), "1": tp.RowwiseParallel()},
 )
-model = blocks()
 fully_shard(split, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
 
 # %% operands-on-two-meshes
@@ -655,7 +648,6 @@ model.load_state_dict(saved)
 
 # %% key-prefix-compile
 saved = torch.compile(blocks(), backend="eager").state_dict()
-model = blocks()
 model.load_state_dict(saved)
 
 # %% key-prefix-checkpoint-wrapper
@@ -664,12 +656,10 @@ saved = {
     for i in range(2)
     for n, t in nn.Linear(8, 8).state_dict().items()
 }
-model = blocks()
 model.load_state_dict(saved)
 
 # %% key-prefix-ddp
 saved = nn.parallel.DistributedDataParallel(blocks()).state_dict()
-model = blocks()
 model.load_state_dict(saved)
 
 # ---- activation checkpointing ----------------------------------------------------------------------------
@@ -708,12 +698,10 @@ plugin.set_auto_wrap_policy(model)
 
 # %% accelerate-prepare-together
 accelerator_ = accelerator()
-model = blocks()
 accelerator_.prepare(model)
 
 # %% accelerate-clip-value
 accelerator_ = accelerator()
-model = blocks()
 model, _ = accelerator_.prepare(model, torch.optim.AdamW(model.parameters()))
 accelerator_.backward(model(x).sum())
 accelerator_.clip_grad_value_(model.parameters(), 1.0)
@@ -756,7 +744,6 @@ model(x)
 
 # %% fsdp1-hybrid-mesh-of-two
 mesh = init_device_mesh("cpu", (2,))
-model = blocks()
 FSDP(blocks(), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 # %% fsdp1-group-and-mesh
@@ -1068,7 +1055,6 @@ weights, model = blocks().state_dict(), FSDP(blocks())
 model.load_state_dict({f"model.{name}": tensor for name, tensor in weights.items()})
 
 # %% device-mesh-of-a-plain-tensor
-model = blocks()
 model.register_buffer("steps", torch.zeros(1))
 fully_shard(model)
 _ = [tensor.device_mesh for tensor in model.state_dict().values()]
@@ -1105,7 +1091,6 @@ model, wrong = FSDP(blocks()), FSDP(Net(forward, linear=nn.Linear(8, 8)))
 wrong(x)
 
 # %% fsdp1-optimizer-of-other-parameters
-model = blocks()
 optimizer = torch.optim.AdamW(model.parameters())
 sd.get_optimizer_state_dict(FSDP(model, use_orig_params=False), optimizer)
 
@@ -1155,7 +1140,6 @@ def with_state(_: nn.Module, state: dict[str, Tensor], prefix: str, __: Any) -> 
     state[f"{prefix}weight.absmax"] = torch.ones(1)  # as bitsandbytes' Linear4bit does
 
 
-model = blocks()
 model[0].register_state_dict_post_hook(with_state)
 fully_shard(model)
 sd.get_model_state_dict(model)
@@ -1300,7 +1284,6 @@ Fabric(strategy="fsdp", accelerator="cpu")
 # %% lightning-original-parameters
 from lightning.fabric.strategies import FSDPStrategy
 
-model = blocks()
 FSDPStrategy(use_orig_params=False).setup_module_and_optimizers(model, [])
 
 # %% lightning-several-models
@@ -1349,15 +1332,12 @@ folder, state = shared_folder(), sharded().state_dict()
 dcp.save(state, checkpoint_id=folder, planner=Failing())
 
 # %% fsdp-needs-an-accelerator
-model = blocks()
 FullyShardedDataParallel(model)
 
 # %% fsdp1-sync-module-states-on-cpu
-model = blocks()
 FSDP(model, sync_module_states=True)
 
 # %% fsdp1-manual-hybrid
-model = blocks()
 FSDP(blocks(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 # %% deepcopy-unsupported
@@ -1369,11 +1349,9 @@ model = Words()
 fully_shard(model.blocks)
 
 # %% hsdp-mesh-without-names
-model = blocks()
 fully_shard(blocks(), mesh=init_device_mesh("cpu", (1, 2)))
 
 # %% reshard-factor
-model = blocks()
 fully_shard(blocks(), reshard_after_forward=3)
 
 # %% uneven-sharding-on-dim
@@ -1385,7 +1363,6 @@ model = fully_shard(Words())
 model.generate(tokens)
 
 # %% limit-all-gathers-of-fsdp2
-model = blocks()
 fully_shard(blocks(), limit_all_gathers=True)
 
 # %% no-such-forward-method
@@ -1405,11 +1382,9 @@ model = sharded()
 torch.optim.Muon(model.parameters())
 
 # %% mesh-bigger-than-world
-model = blocks()
 init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 # %% mesh-names-and-shape
-model = blocks()
 init_device_mesh("cpu", (2,), mesh_dim_names=("replicate", "shard"))
 
 # %% no-sharding-strategy
@@ -1417,15 +1392,12 @@ model = sharded()
 torch.renorm(model[0].weight.detach(), 2, 0, 1.0)
 
 # %% initialized-twice
-model = blocks()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 # %% trainer-unknown-option
-model = blocks()
 arguments(fsdp="full_shard hybrid")
 
 # %% fsdp1-mixed-precision-policy
-model = blocks()
 FSDP(
     blocks(),
     mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
@@ -1433,7 +1405,6 @@ FSDP(
 )
 
 # %% ignored-params-of-fsdp1
-model = blocks()
 FSDP(model, ignored_params=set(model[0].parameters()))
 
 # %% fsdp1-state-dict-type-none
@@ -1441,23 +1412,18 @@ model = FSDP(blocks())
 FullyShardedDataParallel.set_state_dict_type(model, None)
 
 # %% group-size-and-world-size
-model = blocks()
 dist.new_subgroups(3)
 
 # %% fsdp1-gradients-of-gradients
-model = blocks()
 FSDP(blocks())(x).square().sum().backward(create_graph=True)
 
 # %% arguments-of-fsdp1
-model = blocks()
 fully_shard(blocks(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
 
 # %% cannot-import-from-fsdp
-model = blocks()
 exec("from torch.distributed.fsdp import name_of_a_newer_torch")
 
 # %% integer-parameter-with-gradient
-model = blocks()
 fully_shard(nn.ParameterList([nn.Parameter(torch.ones(8, 8, dtype=torch.uint8))]))
 
 # %% numpy-of-dtensor
@@ -1469,11 +1435,9 @@ model = sharded()
 dist.broadcast(model[0].weight, 0)
 
 # %% collective-without-a-kernel
-model = blocks()
 torch.ops.fsdp.all_gather_copy_in([torch.ones(4).to_sparse()], torch.ones(8), [4], 4, 0)
 
 # %% arguments-of-another-torch
-model = blocks()
 FSDP(blocks(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
 
 # %% redistribute-to-partial
@@ -1481,19 +1445,15 @@ model = sharded()
 model[0].weight.redistribute(placements=[Partial()])
 
 # %% sharding-strategy-by-number
-model = blocks()
 ShardingStrategy(0)
 
 # %% sharding-strategy-as-text
-model = blocks()
 FSDP(blocks(), sharding_strategy="FULL_SHARD")
 
 # %% fsdp1-ignored-twice
-model = blocks()
 FSDP(model, ignored_modules=[model[0]], ignored_states=[model[0]])
 
 # %% reshard-after-forward-as-text
-model = blocks()
 fully_shard(blocks(), reshard_after_forward="FULL_SHARD")
 
 # %% prefetch-of-unsharded-modules
@@ -1501,7 +1461,6 @@ model = sharded()
 fully_shard(blocks()).set_modules_to_forward_prefetch([nn.Linear(8, 8)])
 
 # %% collective-of-a-number
-model = blocks()
 dist.all_reduce(1.5)
 
 # %% ddp-nothing-to-train
@@ -1509,44 +1468,34 @@ model = blocks().requires_grad_(False)
 nn.parallel.DistributedDataParallel(model)
 
 # %% accelerate-no-device
-model = blocks()
 FullyShardedDataParallelPlugin(sync_module_states=True)
 
 # %% accelerate-plugin-of-another-version
-model = blocks()
 fsdp2_plugin().save_model
 
 # %% accelerate-local-state-dict
-model = blocks()
 fsdp2_plugin(state_dict_type="LOCAL_STATE_DICT")
 
 # %% accelerate-reshard-string
-model = blocks()
 fsdp2_plugin(reshard_after_forward="FULL_SHARD")
 
 # %% accelerate-forward-prefetch
-model = blocks()
 fsdp2_plugin(forward_prefetch=True)
 
 # %% trainer-two-checkpointings
-model = blocks()
 transformers.Trainer(
     blocks(),
     arguments(fsdp=True, fsdp_config={"activation_checkpointing": True}, activation_checkpointing=True),
 )
 
 # %% accelerate-reshard-bool
-model = blocks()
 FullyShardedDataParallelPlugin(fsdp_version=1, reshard_after_forward=True)
 
 # %% accelerate-auto-wrap-policy
-model = blocks()
 fsdp2_plugin(auto_wrap_policy="always")
 
 # %% accelerate-size-of-units
-model = blocks()
 fsdp2_plugin(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=100000000.0)
 
 # %% trainer-option-of-fsdp1
-model = blocks()
 arguments(fsdp="hybrid_shard")

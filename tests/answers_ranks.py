@@ -51,6 +51,7 @@ def message_of(name: str) -> tuple[str, dict[str, Any]]:
     log = io.StringIO()
     handler = logging.StreamHandler(log)
     names = dict(shared_names())
+    names["model"] = names["blocks"]()
     every = [logging.getLogger(name) for name in logging.root.manager.loggerDict]
     loggers = [logging.root, *(logger for logger in every if not logger.propagate)]
     for logger in loggers:
