@@ -100,13 +100,16 @@ PAGES = (ROOT / "README.md").read_text() + (ROOT / "book/library.md").read_text(
 SNIPPETS = re.findall(r"^```python\n(.*?)^```$", PAGES, re.M | re.S)
 
 
-@pytest.mark.parametrize("number", range(len(SNIPPETS)))
 @pytest.mark.timeout(300)  # some seconds where the cores are free
-def test_a_snippet_of_the_readme_prints_what_it_says_in_a_plain_install(
-    number: int, plain: Path, tmp_path: Path
+def test_the_snippets_of_the_readme_print_what_they_say_in_a_plain_install(
+    plain: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "snippet.py").write_text(SNIPPETS[number])
-    assert run(plain, "snippet.py", cwd=tmp_path).strip() == SNIPPETS[number].rpartition("# ")[2].strip()
+    files = [tmp_path / f"snippet_{number}.py" for number in range(len(SNIPPETS))]
+    for file, text in zip(files, SNIPPETS, strict=True):
+        file.write_text(text)
+    one_by_one = "import runpy, sys\nfor file in sys.argv[1:]: runpy.run_path(file, run_name='__main__')"
+    printed = run(plain, "-c", one_by_one, *files, cwd=tmp_path).splitlines()
+    assert printed == [text.rpartition("# ")[2].strip() for text in SNIPPETS]
 
 
 def test_the_wheel_from_the_sdist_has_the_packages_files_and_no_data_of_a_lesson(wheel: Path) -> None:
