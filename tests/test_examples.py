@@ -74,24 +74,19 @@ class Transformer(nn.Module):
 
 
 @functools.cache
-def listed() -> dict[str, str]:
-    """By the name in the reference: its page."""
+def listed() -> dict[str, tuple[str, Any]]:
+    """By the name in the reference: its page, and the object."""
     found = {}
     for page in sorted((ROOT / "book" / "reference").glob("*.rst")):
         text = page.read_text()
         for name in re.findall(r"^\.\. (?:auto(?:class|exception|function)|py:data):: (\S+)", text, re.M):
-            found[name] = page.stem
+            module, _, last = name.rpartition(".")
+            found[name] = page.stem, getattr(importlib.import_module(module), last)
         for module in re.findall(r"^\.\. automodule:: (\S+)\n +:members:", text, re.M):
             for last, thing in vars(importlib.import_module(module)).items():
                 if getattr(thing, "__module__", "") == module and not last.startswith("_"):
-                    found[f"{module}.{last}"] = page.stem
+                    found[f"{module}.{last}"] = page.stem, thing
     return found
-
-
-def thing_of(name: str) -> Any:
-    """What is listed; that of transformers and of Lightning takes seconds, which no rank needs."""
-    module, _, last = name.rpartition(".")
-    return getattr(importlib.import_module(module), last)
 
 
 def example_of(thing: Any) -> str:
@@ -119,7 +114,7 @@ MISSING = [] if find_spec("lightning") else LIGHTNING
 
 @functools.cache
 def examples() -> dict[str, str]:
-    found = {name: example_of(thing_of(name)) for name in listed() if name not in MISSING}
+    found = {name: example_of(thing) for name, (_, thing) in listed().items() if name not in MISSING}
     return {name: text for name, text in found.items() if text}
 
 
@@ -171,7 +166,7 @@ def around(name: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Transformer()
     dataset: Any = torch.randint(16, (32, 6))
-    if dist.is_initialized() and listed()[name] not in ("sharding", "pretrained"):
+    if dist.is_initialized() and listed()[name][0] not in ("sharding", "pretrained"):
         fsdp_utils.shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
     torch.manual_seed(fsdp_utils.get_rank())
@@ -183,7 +178,7 @@ def around(name: str) -> dict[str, Any]:
 
     names = {
         **{public.rpartition(".")[2]: value for public, value in public_names().items()},
-        thing_of(name).__name__: thing_of(name),
+        listed()[name][1].__name__: listed()[name][1],
         "__name__": "__main__",
         "model": model,
         "optimizer": optimizer,
@@ -260,12 +255,12 @@ def run_all(names: list[str], folder: Path) -> dict[str, Told]:
         os.chdir(place)
         variables = around(name)
         if last in GOES_ON:
-            (before,) = (name for name in listed() if name.endswith(f".{GOES_ON[last]}"))
-            run(example_of(thing_of(before)), variables)
+            (before,) = (name for name in examples() if name.endswith(f".{GOES_ON[last]}"))
+            run(examples()[before], variables)
         if last in ("CheckpointDamagedError", "CheckpointError"):
             for file in Path("run").rglob("rank-*.safetensors"):
                 os.truncate(file, 100)
-        told[name] = run(example_of(thing_of(name)), variables, compare=fsdp_utils.get_rank() == 0)
+        told[name] = run(examples()[name], variables, compare=fsdp_utils.get_rank() == 0)
     os.chdir(here)
     return told
 
@@ -314,17 +309,17 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Told]:
 
 def test_the_reference_lists_every_public_name() -> None:
     assert len(public_names()) > 27
-    things = list(map(thing_of, listed()))
+    things = [thing for _, thing in listed().values()]
     assert [name for name, thing in public_names().items() if not any(thing is one for one in things)] == []
 
 
 def test_every_public_name_has_an_example(told: dict[str, Told]) -> None:
     without = [
         name
-        for name, page in listed().items()
-        if not example_of(thing := thing_of(name))
+        for name, (page, thing) in listed().items()
+        if not example_of(thing)
         and callable(thing)
-        and not any(thing in one.classes for other, one in told.items() if listed()[other] == page)
+        and not any(thing in one.classes for other, one in told.items() if listed()[other][0] == page)
     ]
     assert without == []
 
