@@ -1,25 +1,57 @@
-"""A page in a headless Chromium that is driven by the keyboard, through the browser's debugging protocol."""
+"""Pages in a headless Chromium: as their scripts leave them, or driven by the keyboard."""
 
 import json
+import os
+import re
 import subprocess
 import time
 import urllib.request
 from collections.abc import Callable
+from html import unescape
 from pathlib import Path
 from typing import Any
 
+import pytest
 from websocket import create_connection
+
+from tools.build_book import CHROMIUM
 
 _CODES = {"Tab": 9, "Enter": 13, "ArrowRight": 39}
 _LIMIT_S = 30.0
 
 
-class Page:
-    """One page at a time. Close it in the end."""
+def _command(profile: Path, *more: str) -> list[str]:
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium")
+    return [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", *more]
 
-    def __init__(self, chromium: str, profile: Path, *, width: int, height: int = 900) -> None:
-        command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
-        command += ["--remote-debugging-port=0", "--remote-allow-origins=*"]
+
+def dumped(address: str, profile: Path) -> tuple[str, list[str]]:
+    """A page as its scripts leave it, and its console. No address but the page's own is found."""
+    quiet = ("--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr")
+    files = "--allow-file-access-from-files"  # a test looks into a frame
+    command = _command(profile, *quiet, files, "--virtual-time-budget=5000", "--dump-dom", address)
+    environment = {**os.environ, "LANG": "C.UTF-8"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert "</html>" in done.stdout
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def seen_in(html: str, folder: Path) -> list[Any]:
+    """What the scripts of a page have written into #seen; its console has to stay empty."""
+    page = folder / "page.html"
+    page.write_text(f"<meta charset=utf-8><body>{html}</body>", encoding="utf-8")
+    shown, said = dumped(page.as_uri(), folder / "profile")
+    assert said == []
+    (seen,) = re.findall(r'<pre id="seen">(.*?)</pre>', shown)
+    return json.loads(unescape(seen))
+
+
+class Page:
+    """One page at a time, through the browser's debugging protocol. Close it in the end."""
+
+    def __init__(self, profile: Path, *, width: int, height: int = 900) -> None:
+        command = _command(profile, "--remote-debugging-port=0", "--remote-allow-origins=*")
         self._process = subprocess.Popen([*command, "about:blank"], stderr=subprocess.DEVNULL)
         port = profile / "DevToolsActivePort"  # Chromium writes the port that it took
         self.wait(lambda: port.exists() and len(port.read_text().split()) == 2)

@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_utils import record_collectives, run_on_ranks
 from fsdp_utils.answers import explain, table
-from tests import answers_provoked
+from tests.answers_ranks import CELLS, run_all, shared_names
 from tests.on_ranks import on_ranks
 from tools.answers_page import PAGE, page
 
@@ -48,14 +48,14 @@ OF |= {"Accelerate", "transformers", "peft", "Lightning", "torchtitan", "torchao
 def raised(request: pytest.FixtureRequest) -> dict[str, list[tuple[str, str]]]:
     """By id: what each rank raised, and what went wrong in the cure; of the tests that were selected."""
     wanted = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    names = [name for name in RAISED if name in wanted and name in answers_provoked.PROVOKED]
+    names = [name for name in RAISED if name in wanted and name in CELLS]
     cases = [(name, MESSAGES[name]["code"]) for name in names]
-    ranks = run_on_ranks(answers_provoked.run_all, cases, world_size=2, timeout=200)
+    ranks = run_on_ranks(run_all, cases, world_size=2, timeout=200)
     return {name: [rank[name] for rank in ranks] for name in names}
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", [name for name in RAISED if name in answers_provoked.PROVOKED])
+@pytest.mark.parametrize("name", [name for name in RAISED if name in CELLS])
 def test_a_message_is_raised_as_written_and_its_cure_runs(
     name: str, raised: dict[str, list[tuple[str, str]]]
 ) -> None:
@@ -72,17 +72,21 @@ def is_in(message: str, text: str) -> bool:
     return bool(re.search(".*?".join(parts), " ".join(text.split())))
 
 
+def differing_sizes() -> None:
+    dist.all_reduce(torch.ones(2 + 1000 * dist.get_rank()))
+
+
 def test_a_rank_that_gloo_ends_leaves_its_message(capfd: pytest.CaptureFixture[str]) -> None:
     """gloo throws in a thread of its own, which ends the process: nothing can be caught."""
     entry = MESSAGES["received-data-size"]
     with pytest.raises(RuntimeError, match=r"rank . was killed by SIGABRT|closed|Timed out"):
-        run_on_ranks(answers_provoked.differing_sizes, world_size=2, timeout=20)
+        run_on_ranks(differing_sizes, world_size=2, timeout=20)
     assert is_in(entry["message"].rstrip(), capfd.readouterr().err)
-    run_on_ranks(answers_provoked.run_code, entry["code"], world_size=2, timeout=30)
+    run_on_ranks(lambda: exec(entry["code"], shared_names()), world_size=2, timeout=30)
 
 
 def test_every_message_has_a_test_or_says_why_it_has_none() -> None:
-    tested = {*answers_provoked.PROVOKED, "received-data-size"}
+    tested = {*CELLS, "received-data-size"}
     assert [name for name in RAISED if name not in tested] == []
     assert [name for name in tested if name not in RAISED] == []
     for name, entry in MESSAGES.items():

@@ -6,15 +6,12 @@ from pathlib import Path
 import pytest
 
 from tests.chromium import Page
-from tools.build_book import BUILD, CHROMIUM
+from tools.build_book import BUILD
 
 HTML = BUILD / "html"
 INDEX, LESSON = "index.html", "notebooks/14_plan_before_you_rent.html"
 
-pytestmark = [
-    pytest.mark.skipif(not HTML.exists(), reason="there is no book yet: make book"),
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium"),
-]
+pytestmark = pytest.mark.skipif(not HTML.exists(), reason="there is no book yet: make book")
 
 # what the keyboard is on; not seen is what has neither outline nor shadow, or lies outside of the window
 FOCUS = """(() => {
@@ -41,8 +38,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Page]]:
     pages: list[Page] = []
 
     def open_page(name: str, width: int = 1400) -> Page:
-        assert CHROMIUM
-        pages.append(Page(CHROMIUM, tmp_path, width=width))
+        pages.append(Page(tmp_path, width=width))
         pages[0].open((HTML / name).as_uri())
         return pages[0]
 

@@ -13,19 +13,12 @@ import pytest
 
 from benchmarks import chaos
 from fsdp_utils import run_on_ranks
-from fsdp_utils.train import parse, train
-from tests.training_runs import metrics
+from tests.training_runs import undisturbed_losses
 
 ROOT = Path(__file__).parents[1]
 STEPS = 25
 HANG_S = 5.0
 KINDS = [f"SIGSTOP of a rank, {chaos.CUT_SHORT}"]
-
-
-def undisturbed(out: Path) -> dict[int, float]:
-    """The losses of the same training, in ranks that have imported all of it."""
-    train(parse([f"--out={out}", f"--steps={STEPS}", "--data.source=tests.tiny_training:counting"]))
-    return metrics(out)
 
 
 @pytest.mark.timeout(240)  # a restart; twenty seconds where the cores are free
@@ -35,7 +28,7 @@ def test_a_run_that_is_disturbed_ends_by_itself_with_the_same_losses(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # where the data comes from
     faults, losses, events = chaos.disturb(tmp_path, 2, STEPS, KINDS, 0, HANG_S, "tests.tiny_training:slow")
-    held = chaos.checks(faults, losses, run_on_ranks(undisturbed, tmp_path / "undisturbed")[0])
+    held = chaos.checks(faults, losses, run_on_ranks(undisturbed_losses, tmp_path / "undisturbed", STEPS)[0])
     assert all(held.values()), held
     assert [fault.kind for fault in faults] == KINDS
     assert [event["event"] for event in events] == ["damaged", "finished"]

@@ -47,7 +47,6 @@ GOES_ON = {
     **dict.fromkeys(["Replay", "play"], "record_collectives"),
     "simulate_allocator": "record_allocations",
 }
-LIMIT_LINES, LIMIT_COLUMNS = 8, 88  # what the book shows without a scroll bar
 
 
 class Told(NamedTuple):
@@ -328,12 +327,6 @@ def test_every_public_name_has_an_example(told: dict[str, Told]) -> None:
 def test_every_example_runs_and_prints_what_it_says(told: dict[str, Told]) -> None:
     assert told.keys() == examples().keys()
     assert [one.problem for one in told.values() if one.problem] == []
-
-
-def test_examples_are_short() -> None:
-    lines = {name: text.splitlines() for name, text in examples().items()}
-    assert [name for name, found in lines.items() if len(found) > LIMIT_LINES] == []
-    assert [line for found in lines.values() for line in found if len(line) > LIMIT_COLUMNS] == []
 
 
 def test_a_wrong_example_is_found() -> None:

@@ -1,7 +1,6 @@
 """The lines of lesson 0's table "In your loop": evidence that the right column does what it says."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -46,30 +45,3 @@ def test_the_loop_of_lesson_0_has_equal_shares_one_norm_and_shards_in_its_state_
         assert len(mine) == len(yours) == 6  # 11 samples: one is repeated
         assert {*mine, *yours} == {*range(SAMPLES)}
     assert ours[0] != ours[1]  # `set_epoch` draws another order
-
-
-def test_losses_of_ddp_and_fsdp_are_wrong_alike() -> None:
-    first, second = run_on_ranks(gradients, world_size=WORLD, timeout=100)
-    assert first == second
-    right, ddp, fsdp = map(torch.tensor, first)
-    assert (right - ddp).norm() / right.norm() > 0.05
-    torch.testing.assert_close(ddp, fsdp)
-
-
-def gradients() -> list[list[float]]:
-    """The weight's gradient of eight unequally shared samples: in one process, with DDP, with FSDP."""
-    torch.manual_seed(0)
-    x = torch.randn(8, 4)
-    rows = x[:6] if dist.get_rank() == 0 else x[6:]
-    found = []
-    for wrap, samples in (
-        (nn.Sequential, x),
-        (nn.parallel.DistributedDataParallel, rows),
-        (fully_shard, rows),
-    ):
-        torch.manual_seed(0)
-        model = wrap(nn.Linear(4, 4))
-        (model(samples).square().mean()).backward()
-        (grad, *_) = (p.grad for p in model.parameters())
-        found.append((grad.full_tensor() if isinstance(grad, DTensor) else grad).flatten().tolist())
-    return found

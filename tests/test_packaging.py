@@ -1,4 +1,4 @@
-"""The package as others get it: a wheel and an sdist, and the wheel installed into a clean environment.
+"""The package as others get it: a wheel from an sdist, installed into a clean environment.
 
 Nothing is downloaded: this environment lends the clean one what fsdp_utils depends on, and nothing else. So
 this does not show that an index has versions of the dependencies that go together; test_docs.py holds them
@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import venv
+import zipfile
 from collections.abc import Iterator
 from email import message_from_string
 from importlib.metadata import Distribution, distribution
@@ -44,16 +45,16 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The sdist, and the wheel that is built from it, of a copy of the package's files."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is built from the sdist of a copy of the package's files."""
     copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("dist")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, copy)
     shutil.copytree(ROOT / "fsdp_utils", copy / "fsdp_utils", ignore=shutil.ignore_patterns("__pycache__"))
     build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ".")
     run(*build, cwd=copy, REPOSITORY=ADDRESS, REVISION="v1")
-    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
-    return {"wheel": wheel, "sdist": sdist}
+    (found,) = out.glob("*.whl")
+    return found
 
 
 def required(package: Distribution, seen: set[str]) -> Iterator[Distribution]:
@@ -66,13 +67,13 @@ def required(package: Distribution, seen: set[str]) -> Iterator[Distribution]:
 
 
 @pytest.fixture(scope="module")
-def plain(built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of an environment with the wheel and what it depends on: `pip install`, without an extra."""
     folder = tmp_path_factory.mktemp("plain")
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     (site,) = (folder / "lib").glob("python*/site-packages")
-    run(*PIP, "--target", site, built["wheel"], cwd=folder)
+    run(*PIP, "--target", site, wheel, cwd=folder)
     (ours,) = site.glob("fsdp_utils-*.dist-info")
     for needed in required(Distribution.at(ours), set()):
         for name in {file.parts[0] for file in needed.files or ()} - {"..", "__pycache__"}:
@@ -99,26 +100,22 @@ PAGES = (ROOT / "README.md").read_text() + (ROOT / "book/library.md").read_text(
 SNIPPETS = re.findall(r"^```python\n(.*?)^```$", PAGES, re.M | re.S)
 
 
-@pytest.mark.parametrize("number", range(len(SNIPPETS)))
 @pytest.mark.timeout(300)  # some seconds where the cores are free
-def test_a_snippet_of_the_readme_prints_what_it_says_in_a_plain_install(
-    number: int, plain: Path, tmp_path: Path
+def test_the_snippets_of_the_readme_print_what_they_say_in_a_plain_install(
+    plain: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "snippet.py").write_text(SNIPPETS[number])
-    assert run(plain, "snippet.py", cwd=tmp_path).strip() == SNIPPETS[number].rpartition("# ")[2].strip()
+    files = [tmp_path / f"snippet_{number}.py" for number in range(len(SNIPPETS))]
+    for file, text in zip(files, SNIPPETS, strict=True):
+        file.write_text(text)
+    one_by_one = "import runpy, sys\nfor file in sys.argv[1:]: runpy.run_path(file, run_name='__main__')"
+    printed = run(plain, "-c", one_by_one, *files, cwd=tmp_path).splitlines()
+    assert printed == [text.rpartition("# ")[2].strip() for text in SNIPPETS]
 
 
-def test_wheel_and_sdist_install_the_same_files_and_no_data_of_a_lesson(
-    built: dict[str, Path], tmp_path: Path
-) -> None:
-    files = {}
-    for kind, package in built.items():
-        run(*PIP, "--no-build-isolation", "--target", tmp_path / kind, package, cwd=tmp_path)
-        found = (tmp_path / kind / "fsdp_utils").rglob("*")
-        files[kind] = {path.relative_to(tmp_path / kind).as_posix() for path in found if path.is_file()}
-    assert files["wheel"] == files["sdist"]
+def test_the_wheel_from_the_sdist_has_the_packages_files_and_no_data_of_a_lesson(wheel: Path) -> None:
+    files = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("fsdp_utils/")}
     ours = subprocess.check_output(["git", "ls-files", "fsdp_utils"], cwd=ROOT, text=True).splitlines()
-    assert files["wheel"] == {path for path in ours if (ROOT / path).exists()}
+    assert files == {path for path in ours if (ROOT / path).exists()}
 
 
 def test_the_metadata_says_who_and_where_and_its_links_work_on_an_index(plain: Path) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_utils.collectives import play
+from tests.chromium import seen_in
 from tests.test_collectives_replay import NONE, PRE, backward
-from tests.test_sliders import in_chromium
-from tools.build_book import CHROMIUM
 
 
 def replayed(order: str):
@@ -124,14 +123,12 @@ document.body.append(Object.assign(document.createElement("pre"), {id: "seen", t
 """
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 def test_one_run_at_a_time_is_chosen_by_buttons(tmp_path: Path):
     runs = {"one": replayed(NONE), "two": replayed("Ab mb fb Rb")}
     html = play(runs, choose=True)._repr_mimebundle_()["text/html"]
-    assert in_chromium(html + CHOICES, tmp_path) == [6, "one", "true", "false", 3, "two", "false", "true"]
+    assert seen_in(html + CHOICES, tmp_path) == [6, "one", "true", "false", 3, "two", "false", "true"]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 def test_the_player_in_a_browser(tmp_path: Path):
     run = replayed(NONE)
     thin = max(run.spans, key=lambda span: span.end)  # a thousandth of the step has 2 pixels
@@ -139,7 +136,7 @@ def test_the_player_in_a_browser(tmp_path: Path):
     run = replace(run, spans=[short if span is thin else span for span in run.spans])
     html = play({"one": run})._repr_mimebundle_()["text/html"]
     # twice, as JupyterLab shows an output in a second view
-    assert in_chromium(html + html + ACTIONS, tmp_path) == [
+    assert seen_in(html + html + ACTIONS, tmp_path) == [
         6,
         "0.00 s | all-gather b",
         "0.50 s | compute b",

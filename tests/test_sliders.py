@@ -2,13 +2,12 @@
 
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from fsdp_utils.lessons.sliders import Axis, Point, Sliders, Stack, explore
-from tools.build_book import CHROMIUM
+from tests.chromium import seen_in
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "fsdp_utils/lessons/sliders.js"
@@ -112,19 +111,6 @@ document.body.append(Object.assign(document.createElement("pre"), {id: "seen", t
 """
 
 
-def in_chromium(html: str, folder: Path) -> list:
-    """What the page has written into #seen, once nothing was said on the console."""
-    page = folder / "page.html"
-    page.write_text(f"<meta charset=utf-8><body>{html}</body>", encoding="utf-8")
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/c"]
-    command += ["--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    (seen,) = re.findall(r'<pre id="seen">(.*?)</pre>', done.stdout)
-    return json.loads(seen.replace("&amp;", "&"))
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 @pytest.mark.parametrize(("lesson", "sliders"), [("06", 4), ("14", 7)])
 def test_every_slider_of_a_lesson_changes_its_figure(lesson: str, sliders: int, tmp_path: Path):
     (path,) = (ROOT / "notebooks").glob(f"{lesson}_*.ipynb")
@@ -136,14 +122,13 @@ def test_every_slider_of_a_lesson_changes_its_figure(lesson: str, sliders: int, 
     ]
     assert len(outputs) == 1
     assert len(outputs[0]) < 260 * 1024
-    assert in_chromium(outputs[0] + EVERY_SLIDER, tmp_path) == [[True] * sliders, True]
+    assert seen_in(outputs[0] + EVERY_SLIDER, tmp_path) == [[True] * sliders, True]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 def test_sliding_draws_the_figure_anew_on_the_same_axis(tmp_path: Path):
     html = example()._repr_mimebundle_()["text/html"]
     # twice, as JupyterLab shows an output in a second view
-    assert in_chromium(html + html + ACTIONS, tmp_path) == [
+    assert seen_in(html + html + ACTIONS, tmp_path) == [
         "21 GiB of 15 GiB · product: 2 s",
         "calculated",
         "11 GiB of 15 GiB · product: 1 s",

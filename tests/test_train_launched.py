@@ -1,4 +1,4 @@
-"""The training program as others start it: torchrun on two hosts, static and elastic, and a job of Slurm."""
+"""The training program as others start it: an elastic torchrun on two hosts, and a job of Slurm."""
 
 import os
 import signal
@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from benchmarks import two_hosts
-from tests.training_runs import events, metrics, saved
+from fsdp_utils import run_on_ranks
+from tests.training_runs import events, metrics, saved, undisturbed_losses
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,40 +36,6 @@ ENVIRONMENT = {
 }
 
 
-class TwoHosts:
-    """torchrun on both, each with one rank."""
-
-    def __init__(self, hosts: list[str], folder: Path, undo: ExitStack) -> None:
-        self.hosts, self.folder, self.undo = hosts, folder, undo
-
-    def start(self, out: Path, *rendezvous: str) -> list["subprocess.Popen[bytes]"]:
-        """In arguments, `{host}` is the host's number, `{first}` 1 on the first, else 0."""
-        agents = []
-        for i, host in enumerate(self.hosts):
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-            own = [each.format(host=i, first=int(i == 0), address=f"10.77.0.{i + 1}") for each in rendezvous]
-            command = [*torchrun, *own, *ON_HOSTS, f"--out={out}"]
-            agent = subprocess.Popen(
-                ["ip", "netns", "exec", host, *command],
-                env={**os.environ, **ENVIRONMENT},
-                stdout=subprocess.DEVNULL,
-                stderr=self.undo.enter_context((self.folder / f"{out.name}{i}.log").open("w")),
-                start_new_session=True,
-            )
-            self.undo.callback(end, agent)
-            agents.append(agent)
-        return agents
-
-    def wait(self, agents: list["subprocess.Popen[bytes]"]) -> None:
-        limit = time.monotonic() + HOSTS_LIMIT_S
-        while any(agent.poll() is None for agent in agents) and time.monotonic() < limit:
-            time.sleep(0.05)
-        assert [agent.poll() for agent in agents] == [0, 0], self.logs()
-
-    def logs(self) -> str:
-        return "\n".join(log.read_text()[-2500:] for log in sorted(self.folder.glob("*.log")))
-
-
 def end(agent: "subprocess.Popen[bytes]") -> None:
     """Kill an agent and its ranks, which lead sessions of their own."""
     if agent.poll() is None:
@@ -80,31 +47,46 @@ def end(agent: "subprocess.Popen[bytes]") -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(two_hosts.why_not() is not None, reason=f"two hosts: {two_hosts.why_not()}")
 def test_on_two_hosts_a_killed_rank_costs_no_step_and_changes_no_loss(tmp_path: Path) -> None:
-    names = [f"fsdp{os.getpid()}{letter}" for letter in "cd"]
+    """torchrun on both, each with one rank."""
+    names, out, agents = [f"fsdp{os.getpid()}{letter}" for letter in "cd"], tmp_path / "run", []
+
+    def logs() -> str:
+        return "\n".join(log.read_text()[-2500:] for log in sorted(tmp_path.glob("*.log")))
+
+    def until(ready: Callable[[], bool], pause_s: float) -> None:
+        limit = time.monotonic() + HOSTS_LIMIT_S
+        while not ready():
+            assert time.monotonic() < limit, logs()
+            time.sleep(pause_s)
+
     with ExitStack() as undo:
         two_hosts.connect(names, None, undo)
-        hosts = TwoHosts(names, tmp_path, undo)
-
-        static = ["--node-rank={host}", "--master-addr=10.77.0.1", "--master-port=29400"]
-        hosts.wait(hosts.start(tmp_path / "static", *static))
-        assert [*metrics(tmp_path / "static")] == [*range(1, HOSTS_STEPS + 1)]
-
-        elastic = ["--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.1:29500", "--rdzv-id=test"]
-        elastic += ["--max-restarts=2", "--rdzv-conf=is_host={first}", "--local-addr={address}"]
-        out = tmp_path / "elastic"
-        agents = hosts.start(out, *elastic)
-        limit = time.monotonic() + HOSTS_LIMIT_S
-        while len(metrics(out)) < 7:
-            assert time.monotonic() < limit, hosts.logs()
-            time.sleep(0.02)
+        for i, host in enumerate(names):
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+            torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.1:29500", "--rdzv-id=test"]
+            torchrun += ["--max-restarts=2", f"--rdzv-conf=is_host={int(i == 0)}"]
+            torchrun += [f"--local-addr=10.77.0.{i + 1}", *ON_HOSTS, f"--out={out}"]
+            agent = subprocess.Popen(
+                ["ip", "netns", "exec", host, *torchrun],
+                env={**os.environ, **ENVIRONMENT},
+                stdout=subprocess.DEVNULL,
+                stderr=undo.enter_context((tmp_path / f"{i}.log").open("w")),
+                start_new_session=True,
+            )
+            undo.callback(end, agent)
+            agents.append(agent)
+        until(lambda: len(metrics(out)) >= 7, 0.02)
         (rank,) = psutil.Process(agents[1].pid).children()
         rank.send_signal(signal.SIGKILL)
-        hosts.wait(agents)
+        until(lambda: all(agent.poll() is not None for agent in agents), 0.05)
+        assert [agent.poll() for agent in agents] == [0, 0], logs()
     started = [event["step"] for event in events(out, "started")]
     assert len(started) == 2
     assert started[0] == 0
     assert started[1] >= 3  # from a checkpoint
-    assert metrics(out) == pytest.approx(metrics(tmp_path / "static"))
+    undisturbed = run_on_ranks(undisturbed_losses, tmp_path / "undisturbed", HOSTS_STEPS)[0]
+    assert [*undisturbed] == [*range(1, HOSTS_STEPS + 1)]
+    assert metrics(out) == pytest.approx(undisturbed)
 
 
 # ---- Slurm -----------------------------------------------------------------------------------------

@@ -15,47 +15,36 @@ from tests.training_runs import alone, configured, program
 ARGUMENTS = ["--out=a", "--data.source=x"]
 
 
-def refused(*arguments: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        parse([*arguments])
-    return str(caught.value)
-
-
 # ---- settings --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("arguments", "told"),
     [
-        ("out: !!python/object/apply:os.system [id]\n", "could not determine a constructor"),
-        ("out: a\ndata: {source: x}\nsteps: null\n", "expected steps to be at least 1, found None"),
-        ("out: ''\ndata: {source: x}\n", "expected out to be a name, found ''"),
+        (["--config=unsafe.yaml"], "could not determine a constructor"),
+        (["--config=none.yaml"], "expected steps to be at least 1, found None"),
+        (["--data.source=x"], "required: out"),
+        ([*ARGUMENTS, "--out="], "expected out to be a name, found ''"),
+        ([*ARGUMENTS, "--stepz=3"], "--stepz"),
+        ([*ARGUMENTS, "--parallel.strategy=half"], "full.*half"),
+        ([*ARGUMENTS, "--hang_s=.inf"], "expected hang_s to be greater than 0 and finite, found inf"),
+        ([*ARGUMENTS, "--optim.lr=.nan"], r"optim\.lr to be greater than 0 and finite, found nan"),
+        ([*ARGUMENTS, "--optim.warmup=101"], r"warmup.*from 0 to steps .100., found 101"),
+        (
+            [*ARGUMENTS, "--model.config=a", "--model.pretrained=b"],
+            "expected model.config or model.pretrained, found both",
+        ),
     ],
 )
-def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str, told: str) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text(content)
-    assert re.search(told, refused("--config", str(file)), re.DOTALL)
-
-
-@pytest.mark.parametrize(
-    ("argument", "told"),
-    [
-        ("--stepz=3", "--stepz"),
-        ("--parallel.strategy=half", "full.*half"),
-        ("--hang_s=.inf", "expected hang_s to be greater than 0 and finite, found inf"),
-        ("--optim.lr=.nan", r"optim\.lr to be greater than 0 and finite, found nan"),
-        ("--optim.warmup=101", r"warmup.*from 0 to steps .100., found 101"),
-    ],
-)
-def test_a_wrong_argument_is_named(argument: str, told: str) -> None:
-    assert re.search(told, refused(*ARGUMENTS, argument), re.DOTALL)
-
-
-def test_what_is_missing_or_stands_against_another_is_named() -> None:
-    assert "required: out" in refused("--data.source=x")
-    both = refused(*ARGUMENTS, "--model.config=a", "--model.pretrained=b")
-    assert "expected model.config or model.pretrained, found both" in both
+def test_wrong_settings_are_named(
+    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unsafe.yaml").write_text("out: !!python/object/apply:os.system [id]\n")
+    (tmp_path / "none.yaml").write_text("out: a\ndata: {source: x}\nsteps: null\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        parse(arguments)
+    assert re.search(told, str(caught.value), re.DOTALL)
 
 
 def test_the_command_line_overrules_yaml_and_the_ends_of_each_range_are_in_it(tmp_path: Path) -> None:

@@ -33,7 +33,21 @@ NOT_RIGHT = {  # the cell of a reader -> words of the verdict
     "def add(x):\n    return 'two'": "Expected for “the sum”: 2, found a str.",
     "def add(x):\n    return eight": "raised NameError: name 'eight' is not defined (line 2: return eight)",
     "add = 8": "`add` should be a function.",
-    "def add(x):\n    if rank == 0: dist.all_reduce(x)\n    return x": "A rank would wait for ever",
+    "def add(x):\n    if rank == 0: dist.all_reduce(x)\n    return x": (
+        "A rank would wait for ever: all_reduce of 4 bytes on rank 0, and no such call on rank 1."
+    ),
+    "def add(x):\n    try: rank or dist.all_reduce(x)\n    except RuntimeError: pass\n    return x": (
+        "A rank would wait for ever: all_reduce of 4 bytes on rank 0, and no such call on rank 1."
+    ),
+    "def add(x):\n    dist.broadcast(x, 0) if rank else dist.all_reduce(x)\n    return x": (
+        "The ranks call different collectives: all_reduce of 4 bytes on rank 0; broadcast of 4 bytes on rank "
+    ),
+    "def add(x):\n    dist.all_reduce(torch.ones(1 + rank))\n    return x": (
+        "all_reduce of 4 bytes on rank 0; all_reduce of 8 bytes on rank 1. Each would wait for the others."
+    ),
+    "def add(x):\n    if rank: raise ValueError('no such\\nthing')\n    return dist.all_reduce(x)": (
+        "rank 1 raised ValueError: no such"
+    ),
     "if rank == 0:\n    def add(x):\n        return x": "does not define `add`",
     "def add(x):\n    if rank == 0: dist.recv(x, 1)\n    return x": "rank 0 waits at line 2",
     "def add(x):\n    dist.recv(x, 1 - rank)\n    return x": "rank 0 waits at line 2",

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar, NamedTuple
 
@@ -170,28 +171,12 @@ class Drawing(Decoder):
         return super().forward(input_ids, labels)
 
 
-def another_model() -> Counting:
-    return counting(WithoutBias)
-
-
-def gaps_divided() -> Counting:
-    return gaps(Divided)
-
-
-def poisoned_loss() -> Counting:
-    return poisoned(Detached)
-
-
-def slow() -> Counting:
-    return counting(Slow)
-
-
-def pairs() -> Counting:
-    return counting(Pairs)
-
-
-def drawing() -> Counting:
-    return counting(Drawing)
+another_model = partial(counting, WithoutBias)
+gaps_divided = partial(gaps, Divided)
+poisoned_loss = partial(poisoned, Detached)
+slow = partial(counting, Slow)
+pairs = partial(counting, Pairs)
+drawing = partial(counting, Drawing)
 
 
 def forking() -> Counting:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_utils import checkpoints, load_distributed
-from fsdp_utils.train import DataConfig, OptimConfig, TrainConfig, main, train
+from fsdp_utils.train import DataConfig, OptimConfig, TrainConfig, main, parse, train
 from tests import tiny_training
 from tests.on_ranks import one_rank
 
@@ -63,6 +63,12 @@ def alone(out: Path, source: str = "counting", **changes: Any) -> dict[int, floa
     """Train as a single rank: the losses."""
     with one_rank():
         return run(out, source, **changes)
+
+
+def undisturbed_losses(out: Path, steps: int) -> dict[int, float]:
+    """Those of the program's own settings, on ranks that have imported all of it."""
+    train(parse([f"--out={out}", f"--steps={steps}", "--data.source=tests.tiny_training:counting"]))
+    return metrics(out)
 
 
 def program(*arguments: str) -> int:

@@ -10,7 +10,7 @@ from fsdp_utils.distributed.agreement import rank_names
 
 _PAIRED = {"send", "recv"}  # between two ranks, so not every rank has one
 _SAME_IN, _SAME_OUT = {"all_reduce", "reduce", "broadcast", "reduce_scatter"}, {"all_gather"}
-_CALL, _END, _NOTHING, _ERROR = "call", "end", "nothing", "error"
+_CALL, _END, _ERROR = "call", "end", "error"
 
 
 class Parted(RuntimeError):
@@ -23,7 +23,7 @@ def run_together(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
     Before each collective of all ranks, and at the end, the ranks exchange what they are about to do. So no
     rank waits for a call that the others do not make, and the process group stays usable. Returns what the
     function returned, and ""; or None and a sentence, the same on all ranks: they called different
-    collectives, some of them raised an error (on its own rank it is raised), or some returned None.
+    collectives, or some of them raised an error (on its own rank it is raised).
     """
     parted = ""
 
@@ -53,7 +53,7 @@ def run_together(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
         exchange(_ERROR, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
         raise
     if not parted:
-        exchange(_NOTHING if value is None else _END)
+        exchange(_END)
     return (None if parted else value), parted
 
 
@@ -77,8 +77,5 @@ def _how_they_part(everyone: list[tuple[str, str]]) -> str:
     called = "; ".join(f"{text} on {rank_names(ranks)}" for text, ranks in calls.items())
     if len(calls) > 1:
         return f"The ranks call different collectives: {called}. Each would wait for the others."
-    if calls:
-        absent = [rank for rank, (state, _) in enumerate(everyone) if state != _CALL]
-        return f"A rank would wait for ever: {called}, and no such call on {rank_names(absent)}."
-    empty = [rank for rank, (state, _) in enumerate(everyone) if state == _NOTHING]
-    return f"The function returns None on {rank_names(empty)}, and something on the others."
+    absent = [rank for rank, (state, _) in enumerate(everyone) if state != _CALL]
+    return f"A rank would wait for ever: {called}, and no such call on {rank_names(absent)}."
