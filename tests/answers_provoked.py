@@ -2,7 +2,8 @@
 
 A cell has the id of its entry. tests/answers_ranks.py runs what stands before the first cell, then the cell,
 until it has raised, warned or logged the message, and then the cure's code with the cell's variables. With
-`fresh`, the cure runs in another process group, as the cell spoils its own; `seconds` is its time limit.
+`script`, its file has that name: some messages are FSDP's only where the text names it. With `fresh`, the
+cure runs in another process group, as the cell spoils its own; `seconds` is the time limit of its own.
 To add one, copy a short one.
 """
 # ruff: noqa: B018, E402  (each cell is a program by itself; the last line of many is what raises)
@@ -356,7 +357,7 @@ model.clip_grad_norm_(1.0)
 model = sharded()
 model.summon_full_params(model)
 
-# %% dtypes-under-fsdp-policy
+# %% dtypes-under-fsdp-policy script=train_fsdp.py
 policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 model, wrong = (nn.Sequential(nn.Linear(8, 8), blocks(1)) for _ in range(2))
 fully_shard(wrong[1])
@@ -461,7 +462,7 @@ model = Words()
 tp.parallelize_module(model, mesh, {"layers.*": tp.ColwiseParallel()})
 
 
-# %% heads-under-tensor-parallel
+# %% heads-under-tensor-parallel script=tensor_parallel.py
 def forward(net: Net, x: Tensor) -> Tensor:
     return net.out(net.q(x).view(len(x), net.heads, 4).flatten(1))
 
@@ -849,7 +850,7 @@ model(tokens).sum().backward()
 torch.optim.SGD(model.parameters(), 0.1).step()
 model.module.embedding(tokens)
 
-# %% fsdp1-weight-is-flat
+# %% fsdp1-weight-is-flat script=train_fsdp.py
 model = FSDP(blocks(), use_orig_params=True)
 model(x)
 model.module[0](x)
@@ -936,7 +937,7 @@ model, folder = sharded(), tempfile.mkdtemp()
 save_file(model.state_dict(), f"{folder}/model.safetensors")
 
 
-# %% changed-in-place-under-fsdp
+# %% changed-in-place-under-fsdp script=train_fsdp.py
 class Scaled(nn.Module):
     def __init__(self, *, in_place: bool) -> None:
         super().__init__()
@@ -953,7 +954,7 @@ model = sharded(Scaled(in_place=True))
 (model(x) + model(x)).sum().backward()
 
 
-# %% expected-scalar-type-under-fsdp
+# %% expected-scalar-type-under-fsdp script=train_fsdp.py
 class Mixing(nn.Module):
     def __init__(self, *, cast: bool) -> None:
         super().__init__()
@@ -1300,7 +1301,7 @@ strategy = ModelParallelStrategy(lambda model, mesh: model)
 strategy.setup_module(FSDP(blocks()))
 
 
-# %% unused-parameters-ddp-or-fsdp fresh
+# %% unused-parameters-ddp-or-fsdp script=train_fsdp.py fresh
 class Partly(Words):
     def forward(self, tokens: Tensor) -> Tensor:
         return self.blocks[0](self.embedding(tokens))

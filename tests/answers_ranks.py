@@ -24,14 +24,17 @@ TEXT = PROGRAMS.read_text(encoding="utf-8")
 
 class Cell(NamedTuple):
     code: str
+    script: str  # what its file is called: some messages mean this only where the text also names FSDP
     seconds: float  # time limit of its process group
     fresh: bool  # run the cure in another group, as this one is spoilt
 
 
 CELLS = {
-    name: Cell(code, float(seconds or 30), bool(fresh))
-    for name, seconds, fresh, code in re.findall(
-        r"^# %% (\S+)(?: seconds=([\d.]+))?( fresh)?\n(.*?)(?=^# %% |\Z)", TEXT, re.MULTILINE | re.DOTALL
+    name: Cell(code, script or "train.py", float(seconds or 30), bool(fresh))
+    for name, script, seconds, fresh, code in re.findall(
+        r"^# %% (\S+)(?: script=(\S+))?(?: seconds=([\d.]+))?( fresh)?\n(.*?)(?=^# %% |\Z)",
+        TEXT,
+        re.MULTILINE | re.DOTALL,
     )
 }
 
@@ -45,8 +48,8 @@ def shared_names() -> dict[str, Any]:
 
 
 def message_of(name: str) -> tuple[str, dict[str, Any]]:
-    """Return what the cell raises, warns and logs, as a script of its name, and its variables by then."""
-    script = Path(tempfile.mkdtemp(), name.replace("-", "_") + ".py")
+    """Return what the cell raises, warns and logs, as a script, and its variables by then."""
+    script = Path(tempfile.mkdtemp(), CELLS[name].script)
     script.write_text(CELLS[name].code, encoding="utf-8")
     log = io.StringIO()
     handler = logging.StreamHandler(log)
