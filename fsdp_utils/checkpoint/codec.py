@@ -82,7 +82,10 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         if where in tensors:
             raise CheckpointError(f"{where}: expected one tensor of this name, found two")
         tensors[where] = value.detach()
-        return {_KIND: "tensor", "value": where}
+        # The dimension that each dimension of a DTensor's mesh shards, None where replicated. (FSDP2 over
+        # tensor parallelism has another placement, which shards a dimension too.)
+        of_mesh = [getattr(one, "dim", None) for one in getattr(value, "placements", ())]
+        return {_KIND: "tensor", "value": where, "dims": of_mesh}
     name = "numpy" if isinstance(value, np.generic) else _NAMES.get(kind)
     array: Any = value
     large = name == "numpy" and (array.dtype.kind not in "biufc" or array.nbytes > _MOST_ARRAY_BYTES)
@@ -96,8 +99,8 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     return {_KIND: name, "value": _ATOMS[name][1](value)}
 
 
-def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """Decode what encode() has made, with tensor(key) in the place of each tensor."""
+def decode(value: Any, tensor: Callable[[str, list[int | None]], Any]) -> Any:
+    """Decode what encode() has made, with tensor(path, dims) in the place of each tensor."""
     if isinstance(value, list):
         return [decode(part, tensor) for part in value]
     if not isinstance(value, dict):
@@ -106,7 +109,7 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
         return {key: decode(part, tensor) for key, part in value.items()}
     name, content = value[_KIND], value["value"]
     if name == "tensor":
-        return tensor(content)
+        return tensor(content, value["dims"])
     if name in _CONTAINERS:
         kind, parts = _CONTAINERS[name], decode(content, tensor)
         return kind(dict(parts) if issubclass(kind, dict) else parts)

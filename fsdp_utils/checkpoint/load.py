@@ -93,10 +93,10 @@ def load_distributed(
         model: with parameters on their devices (not on meta); their values are replaced. A warning names
             buffers that are not saved with the model, such as rotary frequencies, where their values are not
             those of the saved model: to_empty() leaves them uninitialised.
-        optimizer: as many as were saved, each of a related class, such as Adam and AdamW, over the same
-            parameters in the same groups; their order and names may be others. Their settings (lr, betas,
-            weight_decay and all else in param_groups) become those that were saved: change a setting after
-            loading. None leaves what was saved aside.
+        optimizer: one or several, over the parameters of those that were saved, in the same groups, each in
+            a related class, such as Adam and AdamW; their order and names may be others. Their settings (lr,
+            betas, weight_decay and all else in param_groups) become those that were saved: change a setting
+            after loading. None leaves what was saved aside.
         step: of which step; "latest" is the checkpoint that was saved last.
         state: objects by the name under which they were saved, to be loaded in place by load_state_dict(),
             after the model and the optimizer. The dict that is returned holds what they were given, too.
@@ -167,7 +167,7 @@ def load_distributed(
                         "makes a folder of a checkpoint"
                     )
             plain = read_json(checkpoint / STATE_FILE)
-            targets = Targets(held, stored.specs, plain["dims"])
+            targets = Targets(held, stored.specs)
             for name, names in matched.stored.items():
                 first, *others = {tied.get(one, one) for one in names}
                 if others:
@@ -211,11 +211,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     manifest = read_manifest(checkpoint)
     check_files(checkpoint, manifest, [STATE_FILE])
     specs = open_tensors(checkpoint, manifest).specs
-    return decode(read_json(checkpoint / STATE_FILE)["state"], specs.__getitem__)
+    return decode(read_json(checkpoint / STATE_FILE)["state"], lambda key, _: specs[key])
 
 
 def _own_values(
-    checkpoint: Path, manifest: Mapping[str, Any], ranks: Ranks, tensor: Callable[[str], Tensor]
+    checkpoint: Path, manifest: Mapping[str, Any], ranks: Ranks, tensor: Callable[[str, Any], Tensor]
 ) -> dict[str, Any]:
     """Read what was given as per_rank=: this rank's, or that of all ranks where there are others now."""
 

@@ -25,6 +25,7 @@ from fsdp_utils.checkpoint.state import (
     MODEL,
     OPTIMIZER,
     PER_RANK,
+    STATE,
     Held,
     Optimizers,
     frozen_names,
@@ -138,7 +139,7 @@ def save_distributed(
             for name in ignored:
                 held.tensors.pop(MODEL + name, None)
                 held.tied.pop(name, None)
-            held.add_state(of_all)
+            held.plain["state"] = encode(of_all, STATE[:-1], held.tensors)
             own: dict[str, Tensor] = {}
             own_plain = encode(of_rank, f"{PER_RANK}{ranks.rank}", own)
             for key, tensor in (held.tensors | own).items():
@@ -246,8 +247,9 @@ def _check_equal(
     names = {*ignored, *(name for name, _ in unsaved(model))}
     copies = {**parameter_copies(model), **buffers}
     copies = {name: copy for name, copy in copies.items() if name not in names}
-    in_state = ((key, held.tensors[key]) for key in held.plain["dims"])
-    copies |= copies_of((key, one) for key, one in in_state if isinstance(one, DTensor))
+    copies |= copies_of(
+        (key, one) for key, one in held.tensors.items() if key.startswith(STATE) and isinstance(one, DTensor)
+    )
     ranks.same(
         "",
         ranks.each(lambda: _digests(held, model, ignored)),

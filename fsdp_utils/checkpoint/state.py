@@ -37,8 +37,7 @@ class Held:
     tensors: dict[str, Tensor]
     # "extra": the model's state dict besides tensors, by name. "optimizers": of each its "classes", and of
     # its "groups" the "params" by name and "settings". "optimizer": their state, by name of the parameter.
-    # "state". "dims": by key of a DTensor in the state, or of an optimizer and of another shape than its
-    # parameter, the dimension that each dimension of its mesh shards, None where replicated.
+    # "state": what the user gave.
     plain: dict[str, Any]
     tied: dict[str, str]  # name of a parameter that is left out -> the name under which it is there
     # The model's state dict as torch gives it, over the memory of `tensors`, and its names by those of here.
@@ -66,7 +65,7 @@ class Held:
         own = {name: found[raw] for name, raw in raw_names.items() if name not in tied}
         tensors = _as_dtensors({MODEL + name: one for name, one in own.items() if isinstance(one, Tensor)})
         extra = {name: one for name, one in own.items() if not isinstance(one, Tensor)}
-        plain = {"extra": encode(extra, EXTRA[:-1], tensors), "optimizers": [], "optimizer": {}, "dims": {}}
+        plain = {"extra": encode(extra, EXTRA[:-1], tensors), "optimizers": [], "optimizer": {}}
         return cls(tensors, plain, tied, found, raw_names)
 
     def add_optimizers(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -86,23 +85,6 @@ class Held:
             for name, entries in _state(model, optimizer).items():
                 state |= {self.first_name(name): dict(entries)} if entries else {}
         self.plain["optimizer"] = encode(state, OPTIMIZER[:-1], self.tensors)
-        for key, tensor in self.tensors.items():
-            param = self.tensors.get(MODEL + key.removeprefix(OPTIMIZER).rpartition(".")[0], tensor)
-            if param.shape != tensor.shape:  # as the scales of quantized moments
-                self._note_dims(key, tensor)
-
-    def add_state(self, values: Mapping[str, Any]) -> None:
-        """Add the user's state: plain values and tensors, by name."""
-        tensors: dict[str, Tensor] = {}
-        self.plain["state"] = encode(dict(values), STATE[:-1], tensors)
-        for key, tensor in tensors.items():
-            self._note_dims(key, tensor)
-        self.tensors |= tensors
-
-    def _note_dims(self, key: str, tensor: Tensor) -> None:
-        if isinstance(tensor, DTensor):
-            # FSDP2 over tensor parallelism has another placement, which shards a dimension too.
-            self.plain["dims"][key] = [getattr(one, "dim", None) for one in tensor.placements]
 
     def of_model(self) -> dict[str, Tensor]:
         """The model's tensors, by name."""
@@ -140,19 +122,16 @@ def _as_dtensors(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def listed(optimizer: Optimizers | None) -> list[Optimizer]:
-    """List the optimizers that were given."""
-    if optimizer is None:
+    """List the optimizers that were given, without Accelerate's wrappers."""
+    given: Any = optimizer.values() if isinstance(optimizer, Mapping) else optimizer
+    if given is None:
         return []
-    if isinstance(optimizer, Mapping):
-        return list(optimizer.values())
-    single = isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable)
-    return [optimizer] if single else list(optimizer)  # type: ignore[list-item]
+    found = list(given) if isinstance(given, Iterable) else [given]
+    return [one.optimizer if type(one).__name__ == "AcceleratedOptimizer" else one for one in found]
 
 
 def optimizer_classes(optimizer: Optimizer) -> list[str]:
     """Name the class of an optimizer and its base classes, without Optimizer itself."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # Accelerate's wrapper
-        optimizer = inner
     return [one.__name__ for one in type(optimizer).__mro__[:-1] if one not in (Optimizer, object)]
 
 
