@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +20,10 @@ from blake3 import blake3
 
 from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 from fsdp_utils.checkpoint.files import (
-    Lock,
     doing,
     hash_file,
     local_path,
+    locked,
     read_json,
     sync_directory,
     write_file,
@@ -109,13 +109,12 @@ def every(directory: str | os.PathLike[str]) -> list[Path]:
 # ---- saving ------------------------------------------------------------------------------------------
 
 
-class Unfinished:
-    """A folder that is being written. Nobody else can write into its directory until it is over."""
+class Unfinished(ExitStack):
+    """A folder that is being written, alone in its directory, and deleted unless it is committed."""
 
     def __init__(self, home: Path, step: int) -> None:
+        super().__init__()
         self._home, self._step = home, step
-        self._lock: Lock | None = None
-        self._path = self._final = home
 
     def begin(self) -> tuple[Path, Path]:
         """Make the folder, and choose the name that will commit it."""
@@ -130,14 +129,15 @@ class Unfinished:
                 path.mkdir(exist_ok=True)
                 sync_directory(path.parent)
         with doing("write", home):
-            self._lock = Lock(home / _LOCK, wait_s=_LOCK_WAIT_S)
+            alone = self.enter_context(locked(home / _LOCK, wait_s=_LOCK_WAIT_S))
             for leftover in home.glob(".*-step-*"):  # left by saves and deletions that were cut short
-                if leftover.name.startswith((_SAVING, _DELETING)) and self._lock.held:
+                if leftover.name.startswith((_SAVING, _DELETING)) and alone:
                     shutil.rmtree(leftover, ignore_errors=True)
             number = max((one.commit for one in _committed(home)), default=0) + 1
             name = f"{number:06d}-step-{self._step}"
             self._path, self._final = home / f"{_SAVING}{os.urandom(4).hex()}-{name}", home / name
             self._path.mkdir()
+            self.callback(shutil.rmtree, self._path, ignore_errors=True)
         return self._path, self._final
 
     def commit(self, manifest: dict[str, Any], keep: int | None) -> None:
@@ -150,7 +150,6 @@ class Unfinished:
         with doing("write", self._final):
             sync_directory(self._path)
             self._path.rename(self._final)
-            self._path = self._home
             sync_directory(self._home)
         for one in _committed(self._home)[:-keep] if keep else ():
             # Renamed first, so that none is found half deleted.
@@ -159,14 +158,6 @@ class Unfinished:
                 one.path.rename(doomed)
                 sync_directory(self._home)
                 doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
-
-    def abandon(self) -> None:
-        """Delete what was not committed, and let others write into the directory. Raises nothing."""
-        if self._lock is not None:
-            if self._path != self._home:
-                shutil.rmtree(self._path, ignore_errors=True)
-            self._lock.release()
-            self._lock = None
 
 
 # ---- verifying ---------------------------------------------------------------------------------------

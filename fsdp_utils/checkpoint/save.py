@@ -175,7 +175,7 @@ def save_distributed(
         try:
             unfinished, final = ranks.first(folder.begin)
         except BaseException:
-            folder.abandon()
+            folder.close()
             raise
 
     def write_part() -> dict[str, Any]:
@@ -194,7 +194,7 @@ def save_distributed(
                 about["files"] = dict(ChainMap(*ranks.all(write_part)))
                 ranks.each(lambda: ranks.rank or folder.commit(about, keep))
         finally:
-            folder.abandon()
+            folder.close()
 
     return Save(final, write, asynchronous=asynchronous)
 

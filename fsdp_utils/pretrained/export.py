@@ -78,8 +78,7 @@ def export_safetensors(
     else:
         names = dict(zip(reversed(keys.values()), reversed(keys), strict=True))  # the first one of tied names
         keys = {name: key for name, key in keys.items() if names[key] == name}
-    folder = Unfinished(out, manifest["step"])  # as a save: with a lock; what a crash left is deleted
-    try:
+    with Unfinished(out, manifest["step"]) as folder:  # as a save: what a crash left is deleted
         unfinished, _ = folder.begin()
         if adapter_only:
             _write(unfinished / ADAPTER_FILE, keys, stored)
@@ -91,8 +90,6 @@ def export_safetensors(
             write_file(unfinished / files[0], json.dumps(config, indent=2).encode())
         with doing("write", out):
             _publish(unfinished, out, files)
-    finally:
-        folder.abandon()
     return out
 
 
