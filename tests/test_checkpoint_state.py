@@ -293,7 +293,7 @@ def test_what_cannot_be_saved_or_loaded_is_the_same_error_on_all_ranks(tmp_path:
     expected = {
         "extra": ("_extra_state", "on all ranks", "rank 1", "goes into per_rank="),
         "copies": "found that 'state.b.0' on rank 1 differs from rank 0",
-        "value": ("state", "'b'", "rank 1", "per_rank"),
+        "value": ("state['b']['x'] on all ranks", "rank 1", "per_rank"),
         "bit": ("state.b", "rank 1", "per_rank"),
         "tensor": ("state.b.0", "rank 1", "per_rank"),
         "broken": ("rank 1", "no state here"),

@@ -8,7 +8,7 @@ import base64
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,15 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
             "torch.from_numpy(it)"
         )
     return {_KIND: name, "value": _ATOMS[name][1](value)}
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the parts of what encode() has made, with the paths to them."""
+    if not isinstance(value, dict | list) or not value or _KIND in value:
+        yield path, value
+    else:
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(part, f"{path}[{key!r}]" if path else key)
 
 
 def decode(value: Any, tensor: Callable[[str, list[int | None]], Any]) -> Any:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from fsdp_utils.checkpoint.asynchronous import Save, stage
-from fsdp_utils.checkpoint.codec import encode
+from fsdp_utils.checkpoint.codec import encode, leaves
 from fsdp_utils.checkpoint.collective import collective_call, is_int, named_values
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import local_path, write_file
@@ -35,17 +35,9 @@ from fsdp_utils.checkpoint.state import (
 )
 from fsdp_utils.checkpoint.tensor_files import check_storable, write_tensors
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks, fingerprint
-from fsdp_utils.sharding.copies import (
-    Copy,
-    broadcasts_buffers,
-    buffer_copies,
-    copies_of,
-    differing,
-    digest,
-    parameter_copies,
-)
+from fsdp_utils.sharding.copies import broadcasts_buffers, copies_of, differing
 from fsdp_utils.sharding.names import plain_name, some_names
-from fsdp_utils.sharding.unsaved_buffers import samples, unsaved
+from fsdp_utils.sharding.unsaved_buffers import samples
 
 STATE_FILE = "state.json"
 # A shared directory may show another host's new file a little late.
@@ -155,8 +147,11 @@ def save_distributed(
 
         held, own, texts = ranks.each(collect)
         params = {name for names in parameter_names(model).values() for name in names}
-        buffers = {} if broadcasts_buffers(wrapped) else buffer_copies(model)
-        _check_equal(held, model, buffers, ranks, {*ignored, *(of_rank.keys() - params)})
+        left_out = of_rank.keys() - params
+        if broadcasts_buffers(wrapped):
+            left_out |= {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
+        if ranks.distributed:
+            _check_equal(held, ranks, left_out)
         about = {
             "step": step,
             "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -234,75 +229,49 @@ def _must_see(unfinished: Path) -> None:
 # ---- what must be equal on all ranks -----------------------------------------------------------------
 
 
-def _check_equal(
-    held: Held, model: nn.Module, buffers: dict[str, Copy], ranks: Ranks, ignored: Collection[str]
-) -> None:
+def _check_equal(held: Held, ranks: Ranks, left_out: Collection[str]) -> None:
     """Check that what one rank saves for all of them is equal on all.
 
     One rank's values are stored, so those of the others would be lost without an error: of replicas that have
     drifted apart, of experts that ranks hold under the same names, of running means.
     """
-    if not ranks.distributed:
-        return
-    names = {*ignored, *(name for name, _ in unsaved(model))}
-    copies = {**parameter_copies(model), **buffers}
-    copies = {name: copy for name, copy in copies.items() if name not in names}
-    copies |= copies_of(
-        (key, one) for key, one in held.tensors.items() if key.startswith(STATE) and isinstance(one, DTensor)
-    )
+    in_extra = tuple(f"{EXTRA}{name}." for name in left_out)
+    tensors = {key: one for key, one in held.tensors.items() if not key.startswith(in_extra)}
+    extra = {name: one for name, one in held.plain["extra"].items() if name not in left_out}
+
+    def outline() -> dict[str, str]:
+        """Describe all but the values of tensors."""
+        found = {path: json.dumps(one) for path, one in leaves({**held.plain, "extra": extra})}
+        return found | {f"kind of {key}": f"{one.dtype} {list(one.shape)}" for key, one in tensors.items()}
+
     ranks.same(
         "",
-        ranks.each(lambda: _digests(held, model, ignored)),
+        ranks.each(outline),
         cure=". Only DTensors are saved by parts; what is to differ goes into per_rank=",
+    )
+    # To hash the states of optimizers would take long. That of a parameter that is sharded is a DTensor, too.
+    full = [f"{OPTIMIZER}{name}." for name, one in held.of_model().items() if not isinstance(one, DTensor)]
+    in_copies = tuple(full)
+    copies = copies_of(
+        (key.removeprefix(MODEL), one)
+        for key, one in tensors.items()
+        if key.removeprefix(MODEL) not in left_out
+        and not (key.startswith(OPTIMIZER) and isinstance(one, DTensor))
+        and not (key.startswith(in_copies) and one.dim())
     )
     differ = [*differing(copies, ranks).values()]
 
     def refuse() -> None:
         if differ:
             raise CheckpointError(
-                "expected the same values on all ranks that hold a copy of a parameter, a buffer or a "
-                f"DTensor's part in the state, found that {some_names(differ, '; ')}. check_sharding(model, "
-                "optimizer) looks for the cause; torch.distributed.broadcast makes them equal. A buffer that "
-                "is to differ can be given as per_rank={name: buffer}. If each rank has experts of its own, "
-                "make them one DTensor over their mesh: DTensor.from_local(own, mesh, [Shard(0)])"
+                "expected the same values on all ranks that hold a copy of a parameter, a buffer or a tensor "
+                f"in the state, found that {some_names(differ, '; ')}. What is to differ goes into "
+                "per_rank=, as per_rank={name: buffer}. check_sharding(model, optimizer) looks for the cause; "
+                "torch.distributed.broadcast makes them equal. If each rank has experts of its own, make "
+                "them one DTensor over their mesh: DTensor.from_local(own, mesh, [Shard(0)])"
             )
 
     ranks.each(refuse)
-
-
-def _digests(held: Held, model: nn.Module, ignored: Collection[str]) -> dict[str, str]:
-    """Describe all that is saved besides parameters and buffers: values, or hashes of them, by name.
-
-    DDP's copies of an optimizer's state are described by their shapes alone: to hash them would take long.
-    """
-    known = {*ignored, *(name for names in parameter_names(model).values() for name in names)}
-    known |= {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
-    plain = held.plain
-    groups = [
-        (f"optimizer {number}: param_groups[{index}]", group["settings"])
-        for number, of_one in enumerate(plain["optimizers"])
-        for index, group in enumerate(of_one["groups"])
-    ]
-    values = {
-        **{f"state {name!r}": value for name, value in plain["state"].items()},
-        **{name: value for name, value in plain["extra"].items() if name not in known},
-        **{f"{where}[{name!r}]": value for where, settings in groups for name, value in settings.items()},
-        **{f"{OPTIMIZER}{k}.{what}": v for k, of in plain["optimizer"].items() for what, v in of.items()},
-    }
-    texts = {name: json.dumps(value) for name, value in values.items()}
-    found = {name: text if len(text) < 80 else fingerprint([text]) for name, text in texts.items()}
-    sharded = {name for name, one in held.of_model().items() if isinstance(one, DTensor)}
-    of_ddp = tuple(f"{OPTIMIZER}{name}." for name in plain["optimizer"].keys() - sharded)
-    may_differ = tuple(f"{EXTRA}{name}." for name in ignored)
-    for key, tensor in held.tensors.items():
-        if key.startswith(may_differ) or (key.startswith(MODEL) and key.removeprefix(MODEL) in known):
-            continue
-        found[key] = f"{type(tensor).__name__} {tensor.dtype} {list(tensor.shape)}"
-        if isinstance(tensor, DTensor):
-            found[key] += f" by {tensor.placements}"
-        elif not tensor.dim() or not key.startswith(of_ddp):
-            found[key] += f" with hash {digest(tensor)}"
-    return found
 
 
 # ---- about the model ---------------------------------------------------------------------------------
