@@ -4,7 +4,6 @@ None, bool, int, str, list and finite floats are themselves in JSON, and so is a
 strings. All else is an object {"!": kind, "value": ...}.
 """
 
-import base64
 import json
 import math
 from collections import Counter, OrderedDict
@@ -28,25 +27,21 @@ _CONTAINERS: dict[str, type] = {
 
 def _pack_array(array: Any) -> list[Any]:
     shape = list(array.shape) if isinstance(array, np.ndarray) else None
-    return [array.dtype.str, shape, base64.b64encode(array.tobytes()).decode()]
+    return [array.dtype.str, shape, array.tobytes().hex()]
 
 
 def _unpack_array(packed: list[Any]) -> Any:
     dtype, shape, data = packed
-    flat = np.frombuffer(base64.b64decode(data), dtype=np.dtype(dtype))
+    flat = np.frombuffer(bytes.fromhex(data), dtype=np.dtype(dtype))
     return flat[0] if shape is None else flat.reshape(shape).copy()
-
-
-def _pack_bytes(value: bytes) -> str:
-    return base64.b64encode(value).decode()
 
 
 # Other types, with how they are written to JSON and read from it.
 _ATOMS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "float": (float, lambda value: _pack_array(np.float64(value)), lambda one: float(_unpack_array(one))),
     "complex": (complex, lambda value: _pack_array(np.array(value)), lambda one: complex(_unpack_array(one))),
-    "bytes": (bytes, _pack_bytes, base64.b64decode),
-    "bytearray": (bytearray, _pack_bytes, lambda text: bytearray(base64.b64decode(text))),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
     "dtype": (
         torch.dtype,
         lambda value: str(value).removeprefix("torch."),
@@ -105,7 +100,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
     else:
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaves(part, f"{path}[{key!r}]" if path else key)
+            yield from leaves(part, f"{path}[{key!r}]" if path else str(key))
 
 
 def decode(value: Any, tensor: Callable[[str, list[int | None]], Any]) -> Any:

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -96,45 +96,23 @@ def read_json(path: Path) -> Any:
 # ---- writing -----------------------------------------------------------------------------------------
 
 
-class HashedFile:
-    """A new file that hashes what is written to it, and is durable when it is finished."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._hash, self._bytes, self._begun = path, blake3(), 0, 0
-        with doing("write", path):
-            self._file = path.open("xb", buffering=0)
-
-    def __enter__(self) -> "HashedFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def write(self, data: memoryview | bytes) -> None:
-        left = memoryview(data).cast("B")
-        with doing("write", self._path):
-            while left:
-                count = self._file.write(left[:_BLOCK])
-                self._hash.update(left[:count])
-                self._bytes += count
-                left = left[count:]
-                if (length := self._bytes - self._begun) >= _SYNC_BYTES and _ADVICE is not None:
-                    # The disk begins to write, while the processor hashes on.
-                    os.posix_fadvise(self._file.fileno(), self._begun, length, _ADVICE)
-                    self._begun = self._bytes
-
-    def finish(self) -> dict[str, Any]:
-        """Wait until everything is on disk, and return {"bytes": length, "blake3": hex digits}."""
-        with doing("write", self._path):
-            os.fsync(self._file.fileno())
-        return {"bytes": self._bytes, "blake3": self._hash.hexdigest()}
-
-
-def write_file(path: Path, content: bytes) -> dict[str, Any]:
+def write_file(path: Path, pieces: Iterable[memoryview | bytes]) -> dict[str, Any]:
     """Write a new file durably, and return {"bytes": length, "blake3": hex digits}."""
-    with HashedFile(path) as file:
-        file.write(content)
-        return file.finish()
+    hashed, length, begun = blake3(), 0, 0
+    with doing("write", path), path.open("xb", buffering=0) as file:
+        for piece in pieces:
+            left = memoryview(piece).cast("B")
+            while left:
+                count = file.write(left[:_BLOCK])
+                hashed.update(left[:count])
+                length += count
+                left = left[count:]
+                if length - begun >= _SYNC_BYTES and _ADVICE is not None:
+                    # The disk begins to write, while the processor hashes on.
+                    os.posix_fadvise(file.fileno(), begun, length - begun, _ADVICE)
+                    begun = length
+        os.fsync(file.fileno())
+    return {"bytes": length, "blake3": hashed.hexdigest()}
 
 
 def sync_directory(path: Path) -> None:

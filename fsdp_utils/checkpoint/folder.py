@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -30,10 +31,11 @@ from fsdp_utils.checkpoint.files import (
 )
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 _LOCK, _SAVING, _DELETING = ".saving-lock", ".saving-", ".deleting-"
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _LOCK_WAIT_S = 10.0  # for a program before this one that is about to end
+_SHARED_WAIT_S = 3.0  # a shared directory may show another host's new folder a little late
 
 
 class _Committed(NamedTuple):
@@ -130,9 +132,9 @@ class Unfinished(ExitStack):
                 sync_directory(path.parent)
         with doing("write", home):
             alone = self.enter_context(locked(home / _LOCK, wait_s=_LOCK_WAIT_S))
-            for leftover in home.glob(".*-step-*"):  # left by saves and deletions that were cut short
-                if leftover.name.startswith((_SAVING, _DELETING)) and alone:
-                    shutil.rmtree(leftover, ignore_errors=True)
+            left = [*home.glob(f"{_SAVING}*-step-*"), *home.glob(f"{_DELETING}*-step-*")]
+            for leftover in left if alone else ():  # of saves and deletions that were cut short
+                shutil.rmtree(leftover, ignore_errors=True)
             number = max((one.commit for one in _committed(home)), default=0) + 1
             name = f"{number:06d}-step-{self._step}"
             self._path, self._final = home / f"{_SAVING}{os.urandom(4).hex()}-{name}", home / name
@@ -143,10 +145,8 @@ class Unfinished(ExitStack):
     def commit(self, manifest: dict[str, Any], keep: int | None) -> None:
         """Write the manifest, and make the folder the latest of `keep` checkpoints, durably."""
         content = {"format": FORMAT, **manifest}
-        # One line for each part: it can be read with `head` and `diff`.
-        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
-        text = "{\n" + ",\n".join([*lines, f'"blake3": "{_hash(content)}"']) + "\n}\n"
-        write_file(self._path / MANIFEST, text.encode())
+        text = json.dumps({**content, "blake3": _hash(content)}, indent=1)  # for `head` and `diff`
+        write_file(self._path / MANIFEST, [text.encode()])
         with doing("write", self._final):
             sync_directory(self._path)
             self._path.rename(self._final)
@@ -163,18 +163,26 @@ class Unfinished(ExitStack):
 # ---- verifying ---------------------------------------------------------------------------------------
 
 
+def check_shared(checkpoint: Path) -> None:
+    """Check that this rank sees the folder that another one has found or made, perhaps a moment ago."""
+    limit = time.monotonic() + _SHARED_WAIT_S
+    while not checkpoint.is_dir():
+        if time.monotonic() > limit:
+            raise CheckpointError(
+                f"{checkpoint}: expected a directory that all ranks see, found none: it was deleted, or is "
+                "not shared between the hosts. Use a file system that all of them mount"
+            )
+        time.sleep(0.1)
+
+
 def _hash(content: Any) -> str:
     return blake3(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Read the manifest of a checkpoint, and compare it with its hash."""
+    check_shared(checkpoint)
     path = checkpoint / MANIFEST
-    if not checkpoint.is_dir():
-        raise CheckpointError(
-            f"{checkpoint}: expected a directory that all ranks see, found none: it was deleted, or is not "
-            "shared between the hosts"
-        )
     content = read_json(path)
     expected = content.pop("blake3", None) if isinstance(content, dict) else None
     if (found := _hash(content)) != expected:
@@ -209,13 +217,15 @@ def check_files(
 ) -> None:
     """Compare all names and sizes, and the hashes of the files named, with a checkpoint's manifest."""
     files = manifest["files"]
+    sizes = {name: f"{entry['bytes']} bytes" for name, entry in files.items()}
     with doing("read", checkpoint):
-        there = {path.name: path for path in checkpoint.iterdir() if path.name != MANIFEST}
-        sizes = {name: path.stat().st_size for name, path in there.items() if path.is_file()}
-    for name in sorted(files.keys() | there.keys()):
-        expected = f"{files[name]['bytes']} bytes" if name in files else "no file of that name"
-        none = "something that is no file" if name in there else "no file of that name"
-        found = f"{sizes[name]} bytes" if name in sizes else none
+        there = {
+            path.name: f"{path.stat().st_size} bytes" if path.is_file() else "something that is no file"
+            for path in checkpoint.iterdir()
+            if path.name != MANIFEST
+        }
+    for name in sorted(sizes.keys() | there.keys()):
+        expected, found = (some.get(name, "no file of that name") for some in (sizes, there))
         if found != expected:
             raise CheckpointDamagedError(f"{checkpoint / name}: expected {expected}, found {found}")
 

@@ -21,11 +21,10 @@ from fsdp_utils.checkpoint.state import (
     Held,
     has_fsdp1,
     in_parts,
+    named_parameters,
     optimizer_classes,
-    parameter_names,
     quiet,
 )
-from fsdp_utils.checkpoint.tensor_files import Spec
 from fsdp_utils.sharding.local_part import is_readable, local
 from fsdp_utils.sharding.names import plain_name, some_names
 from fsdp_utils.torch_internals.fsdp import fsdp1_handle
@@ -44,7 +43,7 @@ class Matched(NamedTuple):
 
 def match_model(
     held: Held,
-    found: Mapping[str, Spec],
+    found: Mapping[str, Tensor],
     where: str,
     remedy: str,
     *,
@@ -60,14 +59,13 @@ def match_model(
         if name in ignored or first not in own:
             unexpected.append(name)
             continue
-        seen = [found[other] for other in stored.setdefault(first, [])]  # under further names, if it is tied
-        stored[first].append(name)
-        shape, dtype = list(own[first].shape), own[first].dtype
-        if list(spec.shape) != shape and spec not in seen:
-            problem = f"expected shape {shape} (the model's), found {list(spec.shape)}"
+        stored.setdefault(first, []).append(name)
+        param = own[first]
+        if spec.shape != param.shape:
+            problem = f"expected shape {list(param.shape)} (the model's), found {list(spec.shape)}"
             problems.setdefault(problem, []).append(name)
-        if spec.dtype != dtype and not cast and spec not in seen:
-            problem = f"expected {dtype} (the model's), found {spec.dtype}; cast=True converts them"
+        if spec.dtype != param.dtype and not cast:
+            problem = f"expected {param.dtype} (the model's), found {spec.dtype}; cast=True converts them"
             problems.setdefault(problem, []).append(name)
     missing = [name for name in own if name not in stored]
     if strict or not stored:
@@ -90,14 +88,13 @@ def match_model(
 class Targets(list[tuple[str, Tensor]]):
     """The tensors to fill, with their keys; codec.decode() has its methods allocate what it asks for."""
 
-    def __init__(self, held: Held, specs: Mapping[str, Spec]) -> None:
+    def __init__(self, held: Held, specs: Mapping[str, Tensor]) -> None:
         self.specs = specs
         self._params = {name: one for name, one in held.of_model().items() if isinstance(one, DTensor)}
 
     def full(self, key: str, _: object = None) -> Tensor:
         """Allocate a full tensor in CPU memory."""
-        spec = self.specs[key]
-        return self._add(key, torch.empty(spec.shape, dtype=spec.dtype, device="cpu"))
+        return self._add(key, torch.empty_like(self.specs[key], device="cpu"))
 
     def of_state(self, key: str, dims: list[int | None]) -> Tensor:
         """Allocate a tensor of the user's state, which a mesh sharded along dims.
@@ -112,7 +109,7 @@ class Targets(list[tuple[str, Tensor]]):
         spec, parts = self.specs[key], key.split(".")
         for start in range(1, len(parts)):  # the longest name first; AveragedModel's begin with "module."
             param = self._params.get(plain_name(*parts[start:]))
-            if param is not None and tuple(param.shape) == spec.shape:
+            if param is not None and param.shape == spec.shape:
                 return self.like(param, key, dims)
         if len(dims) != mesh.ndim:
             sharded = [dim for dim in dims if dim is not None][-mesh.ndim :]
@@ -124,12 +121,11 @@ class Targets(list[tuple[str, Tensor]]):
     def like(self, param: Tensor, key: str, dims: list[int | None]) -> Tensor:
         """Allocate a tensor on a parameter's device, and sharded as that is, where it has its shape."""
         spec = self.specs[key]
-        if tuple(param.shape) == spec.shape:
+        if param.shape == spec.shape:
             return self._add(key, torch.empty_like(param, dtype=spec.dtype, requires_grad=False))
         if dims and isinstance(param, DTensor):  # as the scales of quantized moments
             return self.of_state(key, dims)
-        device = param.device if spec.shape else "cpu"
-        return self._add(key, torch.empty(spec.shape, dtype=spec.dtype, device=device))
+        return self._add(key, torch.empty_like(spec, device=param.device if spec.shape else "cpu"))
 
     def _add(self, key: str, tensor: Any) -> Tensor:
         self.append((key, tensor))
@@ -145,7 +141,7 @@ def match_optimizers(
     """Find each group of parameters among those that were saved; return the settings of each."""
     if not optimizers:
         return []
-    names = parameter_names(model)
+    names, _ = named_parameters(model)
 
     def named(params: Iterable[str]) -> list[str]:
         return sorted(map(held.first_name, params))
@@ -155,12 +151,8 @@ def match_optimizers(
         for one in optimizers
         for group in one.param_groups
     ]
-    saved = [
-        (one["classes"], named(group["params"]), group["settings"])
-        for one in decode(plain["optimizers"], targets.full)
-        for group in one["groups"]
-    ]
-    own, other = [params for _, params in here], [params for _, params, _ in saved]
+    saved = decode(plain["param_groups"], targets.full)
+    own, other = [params for _, params in here], [named(one["params"]) for one in saved]
     if sorted(own) != sorted(other):
         only_here, only_there = {*chain(*own)} - {*chain(*other)}, {*chain(*other)} - {*chain(*own)}
         raise CheckpointError(
@@ -171,16 +163,16 @@ def match_optimizers(
         )
     settings = []
     for classes, params in here:
-        # There are several only of groups without parameters.
-        alike = [number for number, (_, some, _) in enumerate(saved) if some == params]
-        related = [number for number in alike if set(saved[number][0]) & set(classes)]
+        alike = [n for n, some in enumerate(other) if some == params]  # several only without parameters
+        related = [n for n in alike if {*saved[n]["classes"]} & {*classes}]
         if not related:
             raise CheckpointError(
-                f"expected the state of {classes[0]}, found that of {saved[alike[0]][0][0]}, which "
+                f"expected the state of {classes[0]}, found that of {saved[alike[0]]['classes'][0]}, which "
                 f"{classes[0]} cannot go on from. Load into that class, or without the optimizer if it is to "
                 "start anew"
             )
-        settings.append(saved.pop(related[0])[2])
+        other.pop(related[0])
+        settings.append(saved.pop(related[0])["settings"])
     _check_cuts(held, model, plain["optimizer"], targets)
     return settings
 
@@ -191,7 +183,7 @@ def _check_cuts(held: Held, model: nn.Module, saved: Mapping[str, Any], targets:
     if not any(handle is not None and handle.uses_sharded_strategy for handle in handles):
         return
     for name, what in ((name, what) for name, entries in saved.items() for what in entries):
-        shape = tuple(held.tensors[MODEL + held.first_name(name)].shape)
+        shape = held.tensors[MODEL + held.first_name(name)].shape
         spec = targets.specs.get(f"{OPTIMIZER}{name}.{what}")
         if spec is not None and spec.shape not in ((), shape):
             raise CheckpointError(
@@ -225,7 +217,7 @@ def put_back_optimizers(
     torch's set_optimizer_state_dict() would do that too, but takes a step where there is no state yet, mixes
     the groups up where one of them is empty, and refuses an FSDP1 unit inside of activation checkpointing.
     """
-    names, settings = parameter_names(model), iter(settings)
+    (names, _), settings = named_parameters(model), iter(settings)
     for optimizer in optimizers:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         numbers = {param: number for number, param in enumerate(params)}

@@ -2,11 +2,9 @@
 
 import json
 import os
-import time
 from collections import ChainMap
 from collections.abc import Collection, Mapping
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_utils.checkpoint.asynchronous import Save, stage
 from fsdp_utils.checkpoint.codec import encode, leaves
-from fsdp_utils.checkpoint.collective import collective_call, is_int, named_values
+from fsdp_utils.checkpoint.collective import call, collective_call, is_int, named_values
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import local_path, write_file
-from fsdp_utils.checkpoint.folder import Unfinished
+from fsdp_utils.checkpoint.folder import Unfinished, check_shared
 from fsdp_utils.checkpoint.state import (
     EXTRA,
     MODEL,
@@ -30,7 +28,6 @@ from fsdp_utils.checkpoint.state import (
     Optimizers,
     frozen_names,
     listed,
-    parameter_names,
     unwrapped,
 )
 from fsdp_utils.checkpoint.tensor_files import check_storable, write_tensors
@@ -40,8 +37,6 @@ from fsdp_utils.sharding.names import plain_name, some_names
 from fsdp_utils.sharding.unsaved_buffers import samples
 
 STATE_FILE = "state.json"
-# A shared directory may show another host's new file a little late.
-_SHARED_WAIT_S = 3.0
 
 
 def save_distributed(
@@ -72,7 +67,7 @@ def save_distributed(
         state: what else training needs to go on, by name, equal on all ranks: plain values, tensors (DTensors
             are stored sharded), and objects with state_dict() and load_state_dict() (schedulers, scalers).
         per_rank: what differs between ranks, by name: the state of random number generators, the position in
-            this rank's data. A buffer of the model that differs is to be given under its name, and copied
+            this rank's data. A buffer or a parameter that differs is to be given under its name, and copied
             back after loading; the model's part of the checkpoint has rank 0's.
         keep: delete all but the last `keep` checkpoints, after this one is durable. None keeps all.
         ignore_frozen_params: leave out parameters that need no gradient: of a model with adapters over a
@@ -146,8 +141,7 @@ def save_distributed(
             return held, own, texts
 
         held, own, texts = ranks.each(collect)
-        params = {name for names in parameter_names(model).values() for name in names}
-        left_out = of_rank.keys() - params
+        left_out = {*of_rank}
         if broadcasts_buffers(wrapped):
             left_out |= {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
         if ranks.distributed:
@@ -157,7 +151,7 @@ def save_distributed(
             "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "world_size": ranks.world_size,
             "torch": str(torch.__version__),
-            "optimizer": ", ".join(dict.fromkeys(one["classes"][0] for one in held.plain["optimizers"]))
+            "optimizer": ", ".join(dict.fromkeys(one["classes"][0] for one in held.plain["param_groups"]))
             or None,
             "tied": held.tied,
             **describe(model),
@@ -175,8 +169,8 @@ def save_distributed(
 
     def write_part() -> dict[str, Any]:
         """Write this rank's files; return the manifest's entries of them."""
-        _must_see(unfinished)
-        files = {name: write_file(unfinished / name, text) for name, text in texts.items()}
+        check_shared(unfinished)
+        files = {name: write_file(unfinished / name, [text]) for name, text in texts.items()}
         name = f"rank-{ranks.rank:05d}.safetensors"
         entry = write_tensors(
             unfinished / name, tensors, rank=ranks.rank, world_size=ranks.world_size, only_here=own
@@ -201,29 +195,10 @@ def rank_file(rank: int) -> str:
 
 def _values(given: Any, argument: str) -> dict[str, Any]:
     """Return state= or per_rank= by name, with the state_dict() of objects that have one."""
-    found = named_values(given, argument)
-    for name, value in found.items():
-        if isinstance(value, Stateful):
-            try:
-                found[name] = value.state_dict()
-            except Exception as error:
-                raise CheckpointError(
-                    f"{argument} {name!r}: state_dict() of {type(value).__name__} failed: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-    return found
-
-
-def _must_see(unfinished: Path) -> None:
-    """Check that this rank sees the folder that rank 0 has just made, under a random name."""
-    limit = time.monotonic() + _SHARED_WAIT_S
-    while not unfinished.is_dir():
-        if time.monotonic() > limit:
-            raise CheckpointError(
-                f"{unfinished.parent}: expected the directory that rank 0 writes to, found another one: it "
-                "is not shared between the hosts. Save to a file system that all of them mount."
-            )
-        time.sleep(0.1)
+    return {
+        name: call(f"{argument} {name!r}", value, "state_dict") if isinstance(value, Stateful) else value
+        for name, value in named_values(given, argument).items()
+    }
 
 
 # ---- what must be equal on all ranks -----------------------------------------------------------------
@@ -266,9 +241,9 @@ def _check_equal(held: Held, ranks: Ranks, left_out: Collection[str]) -> None:
             raise CheckpointError(
                 "expected the same values on all ranks that hold a copy of a parameter, a buffer or a tensor "
                 f"in the state, found that {some_names(differ, '; ')}. What is to differ goes into "
-                "per_rank=, as per_rank={name: buffer}. check_sharding(model, optimizer) looks for the cause; "
-                "torch.distributed.broadcast makes them equal. If each rank has experts of its own, make "
-                "them one DTensor over their mesh: DTensor.from_local(own, mesh, [Shard(0)])"
+                "per_rank=, as per_rank={name: buffer}. check_sharding(model, optimizer) looks for the "
+                "cause; torch.distributed.broadcast makes them equal. If each rank has experts of its own, "
+                "make them one DTensor over their mesh: DTensor.from_local(own, mesh, [Shard(0)])"
             )
 
     ranks.each(refuse)

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,9 +36,9 @@ class Held:
     """The tensors of a model, its optimizers and the state by key, and the rest as codec.encode() has it."""
 
     tensors: dict[str, Tensor]
-    # "extra": the model's state dict besides tensors, by name. "optimizers": of each its "classes", and of
-    # its "groups" the "params" by name and "settings". "optimizer": their state, by name of the parameter.
-    # "state": what the user gave.
+    # "extra": the model's state dict besides tensors, by name. "param_groups": those of all optimizers, with
+    # the "classes" of each, "params" by name, and "settings". "optimizer": the state of all optimizers, by
+    # name of the parameter. "state": what the user gave.
     plain: dict[str, Any]
     tied: dict[str, str]  # name of a parameter that is left out -> the name under which it is there
     # The model's state dict as torch gives it, over the memory of `tensors`, and its names by those of here.
@@ -65,25 +66,23 @@ class Held:
         own = {name: found[raw] for name, raw in raw_names.items() if name not in tied}
         tensors = _as_dtensors({MODEL + name: one for name, one in own.items() if isinstance(one, Tensor)})
         extra = {name: one for name, one in own.items() if not isinstance(one, Tensor)}
-        plain = {"extra": encode(extra, EXTRA[:-1], tensors), "optimizers": [], "optimizer": {}}
-        return cls(tensors, plain, tied, found, raw_names)
+        return cls(tensors, {"extra": encode(extra, EXTRA[:-1], tensors)}, tied, found, raw_names)
 
     def add_optimizers(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Add the groups and the state of optimizers. A collective under FSDP1."""
-        names = parameter_names(model)
-        state: dict[str, Any] = {}
-        for number, optimizer in enumerate(optimizers):
-            groups = [
-                {
-                    "params": [self.first_name(name) for param in group["params"] for name in names[param]],
-                    "settings": {k: v for k, v in group.items() if k not in ("params", "param_names")},
-                }
-                for group in optimizer.param_groups
-            ]
-            one = {"classes": optimizer_classes(optimizer), "groups": groups}
-            self.plain["optimizers"].append(encode(one, f"{OPTIMIZER}{number}", self.tensors))
-            for name, entries in _state(model, optimizer).items():
-                state |= {self.first_name(name): dict(entries)} if entries else {}
+        names, _ = named_parameters(model)
+        groups = [
+            {
+                "classes": optimizer_classes(optimizer),
+                "params": [name for param in group["params"] for name in names[param]],
+                "settings": {k: v for k, v in group.items() if k not in ("params", "param_names")},
+            }
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+        ]
+        found = [item for one in optimizers for item in _state(model, one).items()]
+        state = {self.first_name(name): dict(entries) for name, entries in found if entries}
+        self.plain["param_groups"] = encode(groups, f"{OPTIMIZER}param_groups", self.tensors)
         self.plain["optimizer"] = encode(state, OPTIMIZER[:-1], self.tensors)
 
     def of_model(self) -> dict[str, Tensor]:
@@ -97,17 +96,14 @@ class Held:
 
 def _as_dtensors(state: dict[str, Any]) -> dict[str, Any]:
     """View FSDP1's ShardedTensors as DTensors over the same memory; both shard the first dimension alike."""
-    meshes: dict[Any, DeviceMesh] = {}  # by process group: to make one takes half a millisecond
+    mesh_of = cache(DeviceMesh.from_group)  # to make one takes half a millisecond
 
     def convert(tensor: Any) -> DTensor:
         shape, dtype, device = tensor.size(), tensor.dtype, tensor.device
         shards = [shard.tensor for shard in tensor.local_shards()]
-        group = sharded_tensor_group(tensor)
-        if group not in meshes:
-            meshes[group] = DeviceMesh.from_group(group, device.type)
         return DTensor.from_local(
             shards[0] if shards else torch.empty((0, *shape[1:]), dtype=dtype, device=device),
-            meshes[group],
+            mesh_of(sharded_tensor_group(tensor), device.type),
             [Shard(0)],
             run_check=False,
             shape=shape,
@@ -144,7 +140,7 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         with in_parts(model):
             found = _as_dtensors(FSDP1.optim_state_dict(model, optimizer)["state"])
         return {plain_name(name): entries for name, entries in found.items()}
-    names = parameter_names(model)
+    names, _ = named_parameters(model)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return {names[params[number]][0]: one for number, one in optimizer.state_dict()["state"].items()}
 
@@ -193,11 +189,6 @@ def named_parameters(model: nn.Module) -> tuple[dict[nn.Parameter, list[str]], d
             alias = plain_name(prefix, info.module_name, info.param_name)
             tied[alias] = plain_name(prefix, info.prim_module_name, info.prim_param_name)
     return names, tied
-
-
-def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """The first map of named_parameters()."""
-    return named_parameters(model)[0]
 
 
 def frozen_names(model: nn.Module) -> list[str]:
