@@ -195,7 +195,7 @@ def load_distributed(
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
         optimizer_state = ranks.each(read)
         put_back_model(model, held, extra)
-        put_back_optimizers(model, optimizers, settings, optimizer_state)
+        put_back_optimizers(held, model, optimizers, settings, optimizer_state)
         ranks.each(fill_objects)
     if text := warning_of(unwrapped(model), manifest.get("unsaved_buffers")):
         warnings.warn(f"load_distributed: {text}", stacklevel=2)

@@ -15,16 +15,7 @@ from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.codec import decode
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.state import (
-    MODEL,
-    OPTIMIZER,
-    Held,
-    has_fsdp1,
-    in_parts,
-    named_parameters,
-    optimizer_classes,
-    quiet,
-)
+from fsdp_utils.checkpoint.state import MODEL, OPTIMIZER, Held, has_fsdp1, in_parts, optimizer_classes, quiet
 from fsdp_utils.sharding.local_part import is_readable, local
 from fsdp_utils.sharding.names import plain_name, some_names
 from fsdp_utils.torch_internals.fsdp import fsdp1_handle
@@ -141,13 +132,12 @@ def match_optimizers(
     """Find each group of parameters among those that were saved; return the settings of each."""
     if not optimizers:
         return []
-    names, _ = named_parameters(model)
 
     def named(params: Iterable[str]) -> list[str]:
         return sorted(map(held.first_name, params))
 
     here = [
-        (optimizer_classes(one), named(name for param in group["params"] for name in names[param]))
+        (optimizer_classes(one), named(name for param in group["params"] for name in held.names[param]))
         for one in optimizers
         for group in one.param_groups
     ]
@@ -207,6 +197,7 @@ def new_state(
 
 
 def put_back_optimizers(
+    held: Held,
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     settings: Iterable[dict[str, Any]],
@@ -217,7 +208,7 @@ def put_back_optimizers(
     torch's set_optimizer_state_dict() would do that too, but takes a step where there is no state yet, mixes
     the groups up where one of them is empty, and refuses an FSDP1 unit inside of activation checkpointing.
     """
-    (names, _), settings = named_parameters(model), iter(settings)
+    settings = iter(settings)
     for optimizer in optimizers:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         numbers = {param: number for number, param in enumerate(params)}
@@ -232,8 +223,8 @@ def put_back_optimizers(
             with in_parts(model):
                 state = FSDP1.optim_state_dict_to_load(model, optimizer, {"state": state})["state"]
         else:
-            found = {number: saved.get(names[param][0]) for param, number in numbers.items()}
-            state = {number: entries for number, entries in found.items() if entries}
+            here = {held.names[param][0]: number for param, number in numbers.items()}
+            state = {here[name]: saved[name] for name in here.keys() & saved.keys()}
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
             optimizer.load_state_dict({"state": state, "param_groups": groups})
             continue

@@ -67,7 +67,7 @@ def save_distributed(
         state: what else training needs to go on, by name, equal on all ranks: plain values, tensors (DTensors
             are stored sharded), and objects with state_dict() and load_state_dict() (schedulers, scalers).
         per_rank: what differs between ranks, by name: the state of random number generators, the position in
-            this rank's data. A buffer or a parameter that differs is to be given under its name, and copied
+            this rank's data. A buffer of the model that differs is to be given under its name, and copied
             back after loading; the model's part of the checkpoint has rank 0's.
         keep: delete all but the last `keep` checkpoints, after this one is durable. None keeps all.
         ignore_frozen_params: leave out parameters that need no gradient: of a model with adapters over a
@@ -141,7 +141,7 @@ def save_distributed(
             return held, own, texts
 
         held, own, texts = ranks.each(collect)
-        left_out = {*of_rank}
+        left_out = of_rank.keys() - {name for names in held.names.values() for name in names}
         if broadcasts_buffers(wrapped):
             left_out |= {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
         if ranks.distributed:
@@ -225,8 +225,8 @@ def _check_equal(held: Held, ranks: Ranks, left_out: Collection[str]) -> None:
         cure=". Only DTensors are saved by parts; what is to differ goes into per_rank=",
     )
     # To hash the states of optimizers would take long. That of a parameter that is sharded is a DTensor, too.
-    full = [f"{OPTIMIZER}{name}." for name, one in held.of_model().items() if not isinstance(one, DTensor)]
-    in_copies = tuple(full)
+    full = (name for name, one in held.of_model().items() if not isinstance(one, DTensor))
+    in_copies = tuple(f"{OPTIMIZER}{name}." for name in full)
     copies = copies_of(
         (key.removeprefix(MODEL), one)
         for key, one in tensors.items()

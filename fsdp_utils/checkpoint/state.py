@@ -44,6 +44,7 @@ class Held:
     # The model's state dict as torch gives it, over the memory of `tensors`, and its names by those of here.
     state_dict: dict[str, Any]
     raw_names: dict[str, str]
+    names: dict[nn.Parameter, list[str]]  # of parameters, several of one of FSDP1's flat ones
 
     @classmethod
     def of(cls, model: nn.Module) -> "Held":
@@ -66,24 +67,36 @@ class Held:
         own = {name: found[raw] for name, raw in raw_names.items() if name not in tied}
         tensors = _as_dtensors({MODEL + name: one for name, one in own.items() if isinstance(one, Tensor)})
         extra = {name: one for name, one in own.items() if not isinstance(one, Tensor)}
-        return cls(tensors, {"extra": encode(extra, EXTRA[:-1], tensors)}, tied, found, raw_names)
+        return cls(tensors, {"extra": encode(extra, EXTRA[:-1], tensors)}, tied, found, raw_names, names)
 
     def add_optimizers(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Add the groups and the state of optimizers. A collective under FSDP1."""
-        names, _ = named_parameters(model)
         groups = [
             {
                 "classes": optimizer_classes(optimizer),
-                "params": [name for param in group["params"] for name in names[param]],
+                "params": [name for param in group["params"] for name in self.names[param]],
                 "settings": {k: v for k, v in group.items() if k not in ("params", "param_names")},
             }
             for optimizer in optimizers
             for group in optimizer.param_groups
         ]
-        found = [item for one in optimizers for item in _state(model, one).items()]
+        found = [item for one in optimizers for item in self._state(model, one).items()]
         state = {self.first_name(name): dict(entries) for name, entries in found if entries}
         self.plain["param_groups"] = encode(groups, f"{OPTIMIZER}param_groups", self.tensors)
         self.plain["optimizer"] = encode(state, OPTIMIZER[:-1], self.tensors)
+
+    def _state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        """Return an optimizer's state of each parameter, by name. A collective under FSDP1.
+
+        torch's get_optimizer_state_dict() would take a step to make a state that is not there yet.
+        """
+        if has_fsdp1(model):
+            with in_parts(model):
+                found = _as_dtensors(FSDP1.optim_state_dict(model, optimizer)["state"])
+            return {plain_name(name): entries for name, entries in found.items()}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        state = optimizer.state_dict()["state"]
+        return {self.names[params[number]][0]: entries for number, entries in state.items()}
 
     def of_model(self) -> dict[str, Tensor]:
         """The model's tensors, by name."""
@@ -129,20 +142,6 @@ def listed(optimizer: Optimizers | None) -> list[Optimizer]:
 def optimizer_classes(optimizer: Optimizer) -> list[str]:
     """Name the class of an optimizer and its base classes, without Optimizer itself."""
     return [one.__name__ for one in type(optimizer).__mro__[:-1] if one not in (Optimizer, object)]
-
-
-def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """Return an optimizer's state of each parameter, by name. A collective under FSDP1.
-
-    torch's get_optimizer_state_dict() would take a step to make a state that is not there yet.
-    """
-    if has_fsdp1(model):
-        with in_parts(model):
-            found = _as_dtensors(FSDP1.optim_state_dict(model, optimizer)["state"])
-        return {plain_name(name): entries for name, entries in found.items()}
-    names, _ = named_parameters(model)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return {names[params[number]][0]: one for number, one in optimizer.state_dict()["state"].items()}
 
 
 @contextmanager

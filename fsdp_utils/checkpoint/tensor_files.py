@@ -9,7 +9,6 @@ Source: https://huggingface.co/docs/safetensors
 """
 
 import json
-import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
@@ -50,7 +49,7 @@ NAMES: dict[torch.dtype, str] = {
 }
 _DTYPE_OF = {name: dtype for dtype, name in NAMES.items()}
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # in the header's metadata
-_LENGTH = struct.Struct("<Q")
+_LENGTH = 8  # bytes that hold the length of the header
 _MOST_DIMS = 64  # which torch has, too
 # What is not copied in one piece, from a GPU or with other strides, is copied in pieces of about this size.
 _PIECE_BYTES = 1 << 24
@@ -175,7 +174,7 @@ def pack_header(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> byte
         header[name] = {"dtype": NAMES[one.dtype], "shape": one.shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of eight
-    return _LENGTH.pack(len(text)) + text
+    return len(text).to_bytes(_LENGTH, "little") + text
 
 
 def _pieces(data: Tensor) -> Iterator[Tensor]:
@@ -286,8 +285,7 @@ def _read_header(path: Path) -> dict[str, Chunk]:
     """Read which chunks are in a file, by key. Their bytes fill the file without holes or overlap."""
     with open_file(path) as file:
         size = path.stat().st_size
-        start = file.read(_LENGTH.size).ljust(_LENGTH.size, b"\xff")
-        (length,) = _LENGTH.unpack(start)
+        length = int.from_bytes(file.read(_LENGTH).ljust(_LENGTH, b"\xff"), "little")
         text = file.read(length) if length <= size else b""
     try:
         header = json.loads(text)
@@ -302,10 +300,10 @@ def _read_header(path: Path) -> dict[str, Chunk]:
             sizes = sizes and len(offsets) == len(shape) <= _MOST_DIMS
             if not sizes or first != end or last - first != prod(shape) * dtype.itemsize:
                 raise ValueError(f"bytes {entry['data_offsets']} for {key:.200} as {dtype} {list(shape)[:9]}")
-            chunks[key] = Chunk(path, _LENGTH.size + length + first, dtype, tuple(offsets), shape)
+            chunks[key] = Chunk(path, _LENGTH + length + first, dtype, tuple(offsets), shape)
             end = last
-        if _LENGTH.size + length + end != size:
-            raise ValueError(f"{_LENGTH.size + length + end} bytes, where the file has {size}")
+        if _LENGTH + length + end != size:
+            raise ValueError(f"{_LENGTH + length + end} bytes, where the file has {size}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamagedError(
             f"{path}: expected a safetensors file, found {size} bytes that are none (cut short, or a pointer "
