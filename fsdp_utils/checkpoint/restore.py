@@ -223,8 +223,8 @@ def put_back_optimizers(
             with in_parts(model):
                 state = FSDP1.optim_state_dict_to_load(model, optimizer, {"state": state})["state"]
         else:
-            here = {held.names[param][0]: number for param, number in numbers.items()}
-            state = {here[name]: saved[name] for name in here.keys() & saved.keys()}
+            here = {number: held.names[param][0] for param, number in numbers.items()}
+            state = {number: saved[name] for number, name in here.items() if name in saved}
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
             optimizer.load_state_dict({"state": state, "param_groups": groups})
             continue
