@@ -38,7 +38,7 @@ MOST_LINES = {
     "notebook": 1576,
     "precision": 302,
     "torch_internals": 440,
-    "checkpoint": 2244,  # 1760
+    "checkpoint": 2241,  # 1760
     "child_tuning": 553,  # 495
     "collectives": 1937,  # 1980
     "distributed": 996,  # 880
@@ -48,7 +48,7 @@ MOST_LINES = {
     "pretrained": 489,
     "sharding": 1095,  # 770
     "train": 1087,
-    "all together": 17_952,  # 15,000
+    "all together": 17_949,  # 15,000
 }
 # Modules inside rooms that lessons and users import by name too.
 BY_NAME = (

@@ -11,6 +11,7 @@ Source: https://huggingface.co/docs/safetensors
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from io import FileIO
 from itertools import chain
 from math import prod
@@ -86,9 +87,12 @@ def write_tensors(
     the replicated dimensions of the mesh are 0; plain tensors are spread over the ranks by their sizes. So
     all ranks have to pass the same plain tensors, but for those in only_here, which this rank writes.
     """
-    own = {key for key, one in tensors.items() if isinstance(one, DTensor) and _is_writer(one)}
-    plain = {key: one.nbytes for key, one in tensors.items() if not isinstance(one, DTensor)}
-    own |= {*only_here, *share({key: plain[key] for key in plain.keys() - only_here}, rank, world_size)}
+    # Ranks outside of rank 0's mesh may hold a copy, as of experts sharded over one dimension of a mesh.
+    has_rank_0 = cache(lambda mesh: bool((mesh.mesh == 0).any()))  # mesh.mesh is made each time
+    sharded = {key: one for key, one in tensors.items() if isinstance(one, DTensor)}
+    own = {key for key, one in sharded.items() if has_rank_0(one.device_mesh) and _is_writer(one)}
+    sizes = {key: tensors[key].nbytes for key in tensors.keys() - sharded.keys() - {*only_here}}
+    own |= {*only_here, *share(sizes, rank, world_size)}
     parts = {key: held_part(key, tensors[key]) for key in tensors if key in own}
     parts = {key: part for key, part in parts.items() if part[1].numel() or not tensors[key].numel()}
     if not parts:
@@ -117,19 +121,12 @@ def share(sizes: Mapping[str, int], rank: int, world_size: int) -> set[str]:
 
 
 def _is_writer(tensor: DTensor) -> bool:
-    """Whether this rank is the first of those that hold its part. All hold a tensor without elements.
-
-    Ranks outside of rank 0's mesh may hold a copy, as of experts sharded over one dimension of a mesh.
-    """
+    """Whether this rank is the first of those that hold its part. All hold a tensor without elements."""
     coordinates = tensor.device_mesh.get_coordinate()
-    return (
-        coordinates is not None
-        and bool((tensor.device_mesh.mesh == 0).any())
-        and all(
-            coordinate == 0
-            for coordinate, placement in zip(coordinates, tensor.placements, strict=True)
-            if placement.is_replicate() or not tensor.numel()
-        )
+    return coordinates is not None and all(
+        coordinate == 0
+        for coordinate, placement in zip(coordinates, tensor.placements, strict=True)
+        if placement.is_replicate() or not tensor.numel()
     )
 
 
