@@ -267,7 +267,11 @@ def test_every_new_name_is_durable_before_anything_else_happens(
     monkeypatch.setattr(
         os, "fsync", lambda file: (note("sync", Path(f"/proc/self/fd/{file}").readlink()), sync(file))[1]
     )
-    monkeypatch.setattr(shutil, "rmtree", lambda path, **how: (note("delete", path), delete(path, **how))[1])
+    monkeypatch.setattr(
+        shutil,
+        "rmtree",
+        lambda path, **how: (path.exists() and note("delete", path), delete(path, **how))[1],
+    )
     save_one(tmp_path, 3)
     manifest = next(index for index, one in enumerate(happened) if one.endswith("manifest.json"))
     synced = {Path(one).name for one in happened[:manifest] if one.startswith("sync")}
@@ -300,13 +304,13 @@ def hold(directory: Path, pipe: Connection) -> None:
 def test_two_programs_do_not_write_into_one_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, run, clock = tmp_path / "source", tmp_path / "run", time.monotonic
+    source, run, clock = tmp_path / "source", tmp_path / "run", time.perf_counter
     save_one(source, 1)
     with children((hold, run)) as (other,):
         assert other.hear()
         (theirs,) = run.glob(".saving-*-step-7")
         with monkeypatch.context() as patched:
-            patched.setattr(time, "monotonic", lambda: 30 * clock())  # waits for a lock seem shorter
+            patched.setattr(time, "perf_counter", lambda: 30 * clock())  # waits for a lock seem shorter
             for write in (lambda: save_one(run, 1), lambda: export_safetensors(source, run)):
                 with pytest.raises(CheckpointError, match=rf"only program .* process {other.process.pid} on"):
                     write()

@@ -367,10 +367,10 @@ def test_a_model_takes_what_fits_and_is_told_the_rest(tmp_path: Path) -> None:
             "blocks.1.up.bias and 4 more: expected by nothing in the model, found",
             "strict=False loads what both have, and returns the names of the rest",
         ),
-        "shape": "embed.weight: expected shape [11, 8] (the model's), found [11, 6]",
+        "shape": "embed.weight, head.weight: expected shape [11, 8] (the model's), found [11, 6]",
         "nothing": "other.weight, other.bias: expected by the model, found nothing",
         "differs": "expected the same strict on all ranks",
-        "dtype": " and 12 more: expected torch.bfloat16 (the model's), found torch.float32",
+        "dtype": " and 13 more: expected torch.bfloat16 (the model's), found torch.float32",
     }
     assert_told([told for told, *_ in by_rank], expected)
     error = by_rank[0][0]["dtype"]

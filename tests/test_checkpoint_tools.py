@@ -1,6 +1,7 @@
 """Without a training program: list, verify, inspect and export, on the command line and from Python."""
 
 import json
+import re
 import runpy
 import shutil
 import sys
@@ -77,7 +78,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 def test_the_manifest_says_what_is_in_the_checkpoint_and_no_file_where_it_was_written(run: Path) -> None:
     checkpoint = run / "000002-step-2"
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    expected = {"format": 2, "step": 2, "world_size": 2, "torch": torch.__version__, "model": "Net"}
+    expected = {"format": 3, "step": 2, "world_size": 2, "torch": torch.__version__, "model": "Net"}
     expected |= {"optimizer": "AdamW", "tied": {"head.weight": "embed.weight"}}
     assert {key: manifest[key] for key in expected} == expected
     assert {path.name for path in checkpoint.iterdir()} == {*manifest["files"], "manifest.json"}
@@ -93,9 +94,10 @@ def test_list_shows_every_checkpoint_of_a_directory(run: Path, tmp_path: Path, c
     assert (said.code, first.split()[:2], second.split()[:2]) == (0, ["step", "1"], ["step", "2"])
     assert " 2 ranks " in second
     assert second.endswith(str(run / "000002-step-2"))
-    found = json.loads(command("list", run, "--json").out)["checkpoints"]
-    assert [one["step"] for one in found] == [1, 2]
-    assert all(one["bytes"] > 1000 and one["model"] == "Net" and one["saved_at"] for one in found)
+    saved_at = json.loads((run / "000002-step-2" / "manifest.json").read_text())["saved_at"]
+    assert second.split()[2] == saved_at
+    assert float(second.split()[5]) > 1
+    assert second.split()[6] == "KiB"
 
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run" / "000001-step-1" / "manifest.json").write_text("{")
@@ -112,10 +114,10 @@ def test_inspect_shows_the_tensors_of_the_last_checkpoint_or_of_a_step(run: Path
         assert lines[name] == ["float32", "11", "x", "6", "264", "bytes"]
     assert (lines["step:"], lines["world_size:"]) == (["2"], ["2"])
     assert lines["tied:"] == ["head.weight", "=", "embed.weight"]
-    assert "000001-step-1" in command("inspect", run, "--step", 1).out
-    found = json.loads(command("inspect", run, "--step", 1, "--json").out)
-    assert (found["step"], found["world_size"]) == (1, 2)
-    assert found["tensors"]["model.embed.weight"] == {"dtype": "float32", "shape": [11, 6]}
+    assert (lines["model:"], lines["optimizer:"]) == (["Net"], ["AdamW"])
+    first = command("inspect", run, "--step", 1).out
+    assert "000001-step-1" in first
+    assert re.search(r"^step: +1$", first, re.MULTILINE)
 
 
 def test_verify_takes_a_directory_a_checkpoint_or_a_step(run: Path, command: Command) -> None:
@@ -123,7 +125,6 @@ def test_verify_takes_a_directory_a_checkpoint_or_a_step(run: Path, command: Com
         said = command("verify", *arguments)
         assert (said.code, said.err) == (0, "")
         assert "every byte is what was saved" in said.out
-    assert json.loads(command("verify", run, "--json").out)["whole"] is True
 
 
 def test_what_is_wrong_ends_with_1_and_one_line(run: Path, tmp_path: Path, command: Command) -> None:
@@ -169,7 +170,7 @@ def test_the_model_is_exported_without_what_is_tied(saved: tuple[Path, Any], tmp
 def test_large_models_are_cut_into_files_with_an_index(
     saved: tuple[Path, Any], tmp_path: Path, command: Command
 ) -> None:
-    said = command("export", saved[0], tmp_path, "--step", 1, "--shard-gib", 600 / 2**30, "--json")
+    said = command("export", saved[0], tmp_path, "--step", 1, "--shard-gib", 600 / 2**30)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
@@ -177,7 +178,7 @@ def test_large_models_are_cut_into_files_with_an_index(
     found = read(tmp_path)
     assert index["weight_map"].keys() == found.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
-    assert json.loads(said.out)["tensors"] == len(found)
+    assert (said.code, said.out.startswith(f"{tmp_path}: ")) == (0, True)
     for name, file in index["weight_map"].items():
         with safe_open(tmp_path / file, "pt") as opened:
             assert name in opened.keys()  # noqa: SIM118 (it is no dict)

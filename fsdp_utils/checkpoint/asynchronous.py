@@ -51,53 +51,44 @@ class Save:
     """
 
     def __init__(self, path: Path, write: Callable[[], None], *, asynchronous: bool) -> None:
+        global _in_flight
         self._path = path
-        self._write = write
         self._problem: str | None = None
         self._over = threading.Event()
-        global _in_flight
-        if asynchronous:
-            _in_flight = self
-            try:
-                threading.Thread(target=self._run, name=f"save {path.name}").start()
-            except RuntimeError:  # no more threads; the other ranks count on this one
-                self._run()
-        else:
+        if not asynchronous:
             write()
-            del self._write  # and with it the tensors
             self._over.set()
-
-    def _run(self) -> None:
+            return
+        _in_flight = self
         try:
-            self._write()
+            threading.Thread(target=self._run, args=(write,), name=f"save {path.name}").start()
+        except RuntimeError:  # no more threads; the other ranks count on this one
+            self._run(write)
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
         # Only the text is kept: the frames of an exception hold connections, which other ranks see close.
-        except CheckpointError as error:
-            self._problem = str(error)
         except BaseException as error:  # nobody else would hear of it
-            self._problem = f"{type(error).__name__}: {error}"
+            kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+            self._problem = f"{kind}{error}"
         finally:
-            del self._write
             self._over.set()
 
     def done(self) -> bool:
         """Whether the save has ended, successfully or not."""
         return self._over.is_set()
 
-    def wait(self, timeout: float | None = None) -> Path:
-        """Wait until the checkpoint is committed, and return its path.
+    def wait(self) -> Path:
+        """Wait until the checkpoint is committed, and return its path. Each of its steps has a limit.
 
         Call it before `torch.distributed.destroy_process_group()`, which would cut the save off.
-
-        Args:
-            timeout: seconds to wait; None for as long as it takes (each of its steps has a limit).
 
         Raises:
             CheckpointError: it was not saved; says why. Raised by every call of this; the next save or load
                 raises it too, unless it was raised here before.
-            TimeoutError: it is still going on.
         """
-        if not self._over.wait(timeout):
-            raise TimeoutError(f"{self._path} is still being saved after {timeout:g} s")
+        self._over.wait()
         global _in_flight
         if _in_flight is self:
             _in_flight = None

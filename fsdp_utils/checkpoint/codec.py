@@ -4,11 +4,10 @@ None, bool, int, str, list and finite floats are themselves in JSON, and so is a
 strings. All else is an object {"!": kind, "value": ...}.
 """
 
-import base64
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,25 +27,21 @@ _CONTAINERS: dict[str, type] = {
 
 def _pack_array(array: Any) -> list[Any]:
     shape = list(array.shape) if isinstance(array, np.ndarray) else None
-    return [array.dtype.str, shape, base64.b64encode(array.tobytes()).decode()]
+    return [array.dtype.str, shape, array.tobytes().hex()]
 
 
 def _unpack_array(packed: list[Any]) -> Any:
     dtype, shape, data = packed
-    flat = np.frombuffer(base64.b64decode(data), dtype=np.dtype(dtype))
+    flat = np.frombuffer(bytes.fromhex(data), dtype=np.dtype(dtype))
     return flat[0] if shape is None else flat.reshape(shape).copy()
-
-
-def _pack_bytes(value: bytes) -> str:
-    return base64.b64encode(value).decode()
 
 
 # Other types, with how they are written to JSON and read from it.
 _ATOMS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "float": (float, lambda value: _pack_array(np.float64(value)), lambda one: float(_unpack_array(one))),
     "complex": (complex, lambda value: _pack_array(np.array(value)), lambda one: complex(_unpack_array(one))),
-    "bytes": (bytes, _pack_bytes, base64.b64decode),
-    "bytearray": (bytearray, _pack_bytes, lambda text: bytearray(base64.b64decode(text))),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
     "dtype": (
         torch.dtype,
         lambda value: str(value).removeprefix("torch."),
@@ -82,7 +77,10 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         if where in tensors:
             raise CheckpointError(f"{where}: expected one tensor of this name, found two")
         tensors[where] = value.detach()
-        return {_KIND: "tensor", "value": where}
+        # The dimension that each dimension of a DTensor's mesh shards, None where replicated. (FSDP2 over
+        # tensor parallelism has another placement, which shards a dimension too.)
+        of_mesh = [getattr(one, "dim", None) for one in getattr(value, "placements", ())]
+        return {_KIND: "tensor", "value": where, "dims": of_mesh}
     name = "numpy" if isinstance(value, np.generic) else _NAMES.get(kind)
     array: Any = value
     large = name == "numpy" and (array.dtype.kind not in "biufc" or array.nbytes > _MOST_ARRAY_BYTES)
@@ -96,8 +94,17 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     return {_KIND: name, "value": _ATOMS[name][1](value)}
 
 
-def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """Decode what encode() has made, with tensor(key) in the place of each tensor."""
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the parts of what encode() has made, with the paths to them."""
+    if not isinstance(value, dict | list) or not value or _KIND in value:
+        yield path, value
+    else:
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(part, f"{path}[{key!r}]" if path else str(key))
+
+
+def decode(value: Any, tensor: Callable[[str, list[int | None]], Any]) -> Any:
+    """Decode what encode() has made, with tensor(path, dims) in the place of each tensor."""
     if isinstance(value, list):
         return [decode(part, tensor) for part in value]
     if not isinstance(value, dict):
@@ -106,7 +113,7 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
         return {key: decode(part, tensor) for key, part in value.items()}
     name, content = value[_KIND], value["value"]
     if name == "tensor":
-        return tensor(content)
+        return tensor(content, value["dims"])
     if name in _CONTAINERS:
         kind, parts = _CONTAINERS[name], decode(content, tensor)
         return kind(dict(parts) if issubclass(kind, dict) else parts)

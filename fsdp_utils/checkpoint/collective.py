@@ -1,25 +1,25 @@
 """Begin every save and load alike: all ranks enter the call, with the same arguments, within a time."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.asynchronous import wait_for_save_in_flight
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.state import has_fsdp1, optimizer_classes, parameter_names
+from fsdp_utils.checkpoint.state import has_fsdp1, named_parameters, optimizer_classes
 from fsdp_utils.distributed.agreement import Ranks, agree, fingerprint, has_peers
 from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle
 from fsdp_utils.torch_internals.groups import gloo_timeout, process_groups, set_gloo_timeout
 
 # How long one rank may take longer than the others to read or write its part.
-TRANSFER_LIMIT_S = 3600.0
+_TRANSFER_LIMIT_S = 3600.0
 
 
 @contextmanager
@@ -43,14 +43,10 @@ def collective_call(
         _check_fsdp1(model)
         _check_optimizers(model, optimizers)
         flat = has_fsdp1(model)  # its parameters are pieces, of other shapes on other ranks
-        tensors = (*model.named_parameters(), *model.named_buffers())
-        names = parameter_names(model)
-        order = [names[p] for one in optimizers for group in one.param_groups for p in group["params"]]
         return {
             **facts(),
             "optimizer": ", ".join(optimizer_classes(one)[0] for one in optimizers) or None,
-            "model": fingerprint([f"{n} {t.dtype} {None if flat else list(t.shape)}" for n, t in tensors]),
-            "order of optimizers": fingerprint(list(map(str, order))) if len(optimizers) > 1 else None,
+            "model": outline((*model.named_parameters(), *model.named_buffers()), shapes=not flat),
         }
 
     ranks = agree(
@@ -59,22 +55,36 @@ def collective_call(
         error=CheckpointError,
         topic="checkpoint",
         wait_s=wait_s,
-        collective_s=TRANSFER_LIMIT_S,
+        collective_s=_TRANSFER_LIMIT_S,
     )
     with ranks.guard(), _limited(ranks, wait_s):
         yield ranks
 
 
-def named_values(state: Any, argument: str) -> dict[str, Any]:
+def outline(tensors: Iterable[tuple[str, Tensor]], *, shapes: bool = True) -> str:
+    """Describe tensors in one line: equal for the same names, dtypes and shapes."""
+    specs = sorted(f"{name} {one.dtype} {list(one.shape) if shapes else ''}" for name, one in tensors)
+    return f"{len(specs)} tensors, {fingerprint(specs)}"
+
+
+def named_values(given: Any, argument: str) -> dict[str, Any]:
     """Return what was given as `state=` or `per_rank=`, the argument, {} for None."""
-    if state is not None and not (
-        isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
-    ):
+    if not isinstance(given, Mapping | None):
         raise CheckpointError(
             f'expected {argument} to be a mapping from names to values, such as {{"epoch": 3}}, found a '
-            f"{type(state).__name__} {state!r:.80}"
+            f"{type(given).__name__} {given!r:.80}"
         )
-    return dict(state or {})
+    return dict(given or {})
+
+
+def call(where: str, thing: Any, method: str, *arguments: Any) -> Any:
+    """Call a method of an object in the state; its failure says which object it was."""
+    try:
+        return getattr(thing, method)(*arguments)
+    except Exception as error:
+        raise CheckpointError(
+            f"{where}: {method}() of {type(thing).__name__} failed: {type(error).__name__}: {error}"
+        ) from error
 
 
 def is_int(value: object) -> bool:
@@ -84,13 +94,8 @@ def is_int(value: object) -> bool:
 
 def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Check that optimizers are over the model's parameters, each over others, and have no other state."""
-    names = parameter_names(model)
+    names, _ = named_parameters(model)
     for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise CheckpointError(
-                "expected a torch.optim.Optimizer, a sequence or mapping of several, or None, found "
-                f"{type(optimizer).__name__}"
-            )
         if more := sorted(optimizer.state_dict().keys() - {"state", "param_groups"}):
             raise CheckpointError(
                 f"expected an optimizer with a state and param_groups, found {more} in the state_dict() of "
@@ -132,9 +137,8 @@ def _limited(ranks: Ranks, seconds: float) -> Iterator[None]:
     has run out of time cannot be used any more. NCCL's groups keep their own timeout (10 minutes by default):
     when it is over, NCCL's watchdog ends the process.
     """
-    groups = process_groups() if dist.is_available() and dist.is_initialized() else []
-    limits = {group: gloo_timeout(group) for group in groups if group is not ranks.group}
-    before = {group: limit for group, limit in limits.items() if limit is not None}
+    groups = [group for group in process_groups() if group is not ranks.group] if ranks.distributed else []
+    before = {group: limit for group in groups if (limit := gloo_timeout(group)) is not None}
     for group in before:
         set_gloo_timeout(group, seconds)
     try:

@@ -1,19 +1,18 @@
 """Read, write, hash and lock files that other programs may be using too."""
 
-import fcntl
 import io
 import json
 import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 from blake3 import blake3
+from filelock import FileLock, Timeout
 
 from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError
 
@@ -97,45 +96,23 @@ def read_json(path: Path) -> Any:
 # ---- writing -----------------------------------------------------------------------------------------
 
 
-class HashedFile:
-    """A new file that hashes what is written to it, and is durable when it is finished."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._hash, self._bytes, self._begun = path, blake3(), 0, 0
-        with doing("write", path):
-            self._file = path.open("xb", buffering=0)
-
-    def __enter__(self) -> "HashedFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def write(self, data: memoryview | bytes) -> None:
-        left = memoryview(data).cast("B")
-        with doing("write", self._path):
-            while left:
-                count = self._file.write(left[:_BLOCK])
-                self._hash.update(left[:count])
-                self._bytes += count
-                left = left[count:]
-                if (length := self._bytes - self._begun) >= _SYNC_BYTES and _ADVICE is not None:
-                    # The disk begins to write, while the processor hashes on.
-                    os.posix_fadvise(self._file.fileno(), self._begun, length, _ADVICE)
-                    self._begun = self._bytes
-
-    def finish(self) -> dict[str, Any]:
-        """Wait until everything is on disk, and return {"bytes": length, "blake3": hex digits}."""
-        with doing("write", self._path):
-            os.fsync(self._file.fileno())
-        return {"bytes": self._bytes, "blake3": self._hash.hexdigest()}
-
-
-def write_file(path: Path, content: bytes) -> dict[str, Any]:
+def write_file(path: Path, pieces: Iterable[memoryview | bytes]) -> dict[str, Any]:
     """Write a new file durably, and return {"bytes": length, "blake3": hex digits}."""
-    with HashedFile(path) as file:
-        file.write(content)
-        return file.finish()
+    hashed, length, begun = blake3(), 0, 0
+    with doing("write", path), path.open("xb", buffering=0) as file:
+        for piece in pieces:
+            left = memoryview(piece).cast("B")
+            while left:
+                count = file.write(left[:_BLOCK])
+                hashed.update(left[:count])
+                length += count
+                left = left[count:]
+                if length - begun >= _SYNC_BYTES and _ADVICE is not None:
+                    # The disk begins to write, while the processor hashes on.
+                    os.posix_fadvise(file.fileno(), begun, length - begun, _ADVICE)
+                    begun = length
+        os.fsync(file.fileno())
+    return {"bytes": length, "blake3": hashed.hexdigest()}
 
 
 def sync_directory(path: Path) -> None:
@@ -147,52 +124,29 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-class Lock:
-    """A lock between programs, held until release() or the end of this process; forks do not hold it.
+@contextmanager
+def locked(path: Path, *, wait_s: float) -> Iterator[bool]:
+    """Keep other programs out until the context or this process ends; gives whether they are.
 
-    It holds between hosts too, where the shared file system has locks (NFS and Lustre as most are mounted).
+    The lock holds between hosts too, where the shared file system has locks (NFS and Lustre as most are
+    mounted). Forks do not hold it.
     """
-
-    def __init__(self, path: Path, *, wait_s: float) -> None:
-        self._path, self.held = path, False
-        limit = time.monotonic() + wait_s
-        while not self._take():
-            with self._file:
-                if time.monotonic() > limit:
-                    owner = os.pread(self._file.fileno(), 200, 0).decode(errors="replace")
-                    raise CheckpointError(
-                        f"{path.parent}: expected to be the only program that saves there, found "
-                        f"{owner or 'another program'}, which is saving now. Give each training a directory "
-                        "of its own"
-                    )
-            time.sleep(0.05)
-        _locks.add(self)
+    lock = FileLock(path, timeout=wait_s, thread_local=False)  # a thread may end the context
+    try:
+        lock.acquire()
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        with suppress(OSError):  # a full disk; the lock holds without its owner's name
-            self._file.truncate(0)
-            self._file.write(f"process {os.getpid()} on {socket.gethostname()}, since {now}".encode())
-
-    def _take(self) -> bool:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        self._file = io.FileIO(os.open(self._path, flags, 0o666), "r+b")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.held = True
-        except (BlockingIOError, PermissionError):
-            return False
-        except OSError:  # the file system has no locks
-            return True
-        with suppress(FileNotFoundError):  # its holder has deleted it meanwhile
-            return os.path.samestat(self._path.lstat(), os.fstat(self._file.fileno()))
-        return False
-
-    def release(self) -> None:
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {now}")
+    except Timeout as error:
+        owner = path.read_text(errors="replace")[:200] if path.exists() else ""
+        raise CheckpointError(
+            f"{path.parent}: expected to be the only program that saves there, found "
+            f"{owner or 'another program'}, which is saving now. Give each training a directory of its own"
+        ) from error
+    except OSError:  # the file system has no locks, or is full: the lock holds without its owner's name
+        pass
+    try:
+        yield lock.is_locked
+    finally:
         with suppress(OSError):
-            self._path.unlink()
-        with suppress(OSError):  # at once, also where a fork still has the file open
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-        self._file.close()
-
-
-_locks: "WeakSet[Lock]" = WeakSet()
-os.register_at_fork(after_in_child=lambda: [lock._file.close() for lock in _locks])
+            path.unlink()
+        lock.release()

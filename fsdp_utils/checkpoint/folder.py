@@ -10,9 +10,10 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,20 +21,21 @@ from blake3 import blake3
 
 from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 from fsdp_utils.checkpoint.files import (
-    Lock,
     doing,
     hash_file,
     local_path,
+    locked,
     read_json,
     sync_directory,
     write_file,
 )
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 _LOCK, _SAVING, _DELETING = ".saving-lock", ".saving-", ".deleting-"
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _LOCK_WAIT_S = 10.0  # for a program before this one that is about to end
+_SHARED_WAIT_S = 3.0  # a shared directory may show another host's new folder a little late
 
 
 class _Committed(NamedTuple):
@@ -109,13 +111,12 @@ def every(directory: str | os.PathLike[str]) -> list[Path]:
 # ---- saving ------------------------------------------------------------------------------------------
 
 
-class Unfinished:
-    """A folder that is being written. Nobody else can write into its directory until it is over."""
+class Unfinished(ExitStack):
+    """A folder that is being written, alone in its directory, and deleted unless it is committed."""
 
     def __init__(self, home: Path, step: int) -> None:
+        super().__init__()
         self._home, self._step = home, step
-        self._lock: Lock | None = None
-        self._path = self._final = home
 
     def begin(self) -> tuple[Path, Path]:
         """Make the folder, and choose the name that will commit it."""
@@ -130,27 +131,25 @@ class Unfinished:
                 path.mkdir(exist_ok=True)
                 sync_directory(path.parent)
         with doing("write", home):
-            self._lock = Lock(home / _LOCK, wait_s=_LOCK_WAIT_S)
-            for leftover in home.glob(".*-step-*"):  # left by saves and deletions that were cut short
-                if leftover.name.startswith((_SAVING, _DELETING)) and self._lock.held:
-                    shutil.rmtree(leftover, ignore_errors=True)
+            alone = self.enter_context(locked(home / _LOCK, wait_s=_LOCK_WAIT_S))
+            left = [*home.glob(f"{_SAVING}*-step-*"), *home.glob(f"{_DELETING}*-step-*")]
+            for leftover in left if alone else ():  # of saves and deletions that were cut short
+                shutil.rmtree(leftover, ignore_errors=True)
             number = max((one.commit for one in _committed(home)), default=0) + 1
             name = f"{number:06d}-step-{self._step}"
             self._path, self._final = home / f"{_SAVING}{os.urandom(4).hex()}-{name}", home / name
             self._path.mkdir()
+            self.callback(shutil.rmtree, self._path, ignore_errors=True)
         return self._path, self._final
 
     def commit(self, manifest: dict[str, Any], keep: int | None) -> None:
         """Write the manifest, and make the folder the latest of `keep` checkpoints, durably."""
         content = {"format": FORMAT, **manifest}
-        # One line for each part: it can be read with `head` and `diff`.
-        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
-        text = "{\n" + ",\n".join([*lines, f'"blake3": "{_hash(content)}"']) + "\n}\n"
-        write_file(self._path / MANIFEST, text.encode())
+        text = json.dumps({**content, "blake3": _hash(content)}, indent=1)  # for `head` and `diff`
+        write_file(self._path / MANIFEST, [text.encode()])
         with doing("write", self._final):
             sync_directory(self._path)
             self._path.rename(self._final)
-            self._path = self._home
             sync_directory(self._home)
         for one in _committed(self._home)[:-keep] if keep else ():
             # Renamed first, so that none is found half deleted.
@@ -160,16 +159,20 @@ class Unfinished:
                 sync_directory(self._home)
                 doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
 
-    def abandon(self) -> None:
-        """Delete what was not committed, and let others write into the directory. Raises nothing."""
-        if self._lock is not None:
-            if self._path != self._home:
-                shutil.rmtree(self._path, ignore_errors=True)
-            self._lock.release()
-            self._lock = None
-
 
 # ---- verifying ---------------------------------------------------------------------------------------
+
+
+def check_shared(checkpoint: Path) -> None:
+    """Check that this rank sees the folder that another one has found or made, perhaps a moment ago."""
+    limit = time.monotonic() + _SHARED_WAIT_S
+    while not checkpoint.is_dir():
+        if time.monotonic() > limit:
+            raise CheckpointError(
+                f"{checkpoint}: expected a directory that all ranks see, found none: it was deleted, or is "
+                "not shared between the hosts. Use a file system that all of them mount"
+            )
+        time.sleep(0.1)
 
 
 def _hash(content: Any) -> str:
@@ -178,12 +181,8 @@ def _hash(content: Any) -> str:
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Read the manifest of a checkpoint, and compare it with its hash."""
+    check_shared(checkpoint)
     path = checkpoint / MANIFEST
-    if not checkpoint.is_dir():
-        raise CheckpointError(
-            f"{checkpoint}: expected a directory that all ranks see, found none: it was deleted, or is not "
-            "shared between the hosts"
-        )
     content = read_json(path)
     expected = content.pop("blake3", None) if isinstance(content, dict) else None
     if (found := _hash(content)) != expected:
@@ -218,13 +217,15 @@ def check_files(
 ) -> None:
     """Compare all names and sizes, and the hashes of the files named, with a checkpoint's manifest."""
     files = manifest["files"]
+    sizes = {name: f"{entry['bytes']} bytes" for name, entry in files.items()}
     with doing("read", checkpoint):
-        there = {path.name: path for path in checkpoint.iterdir() if path.name != MANIFEST}
-        sizes = {name: path.stat().st_size for name, path in there.items() if path.is_file()}
-    for name in sorted(files.keys() | there.keys()):
-        expected = f"{files[name]['bytes']} bytes" if name in files else "no file of that name"
-        none = "something that is no file" if name in there else "no file of that name"
-        found = f"{sizes[name]} bytes" if name in sizes else none
+        there = {
+            path.name: f"{path.stat().st_size} bytes" if path.is_file() else "something that is no file"
+            for path in checkpoint.iterdir()
+            if path.name != MANIFEST
+        }
+    for name in sorted(sizes.keys() | there.keys()):
+        expected, found = (some.get(name, "no file of that name") for some in (sizes, there))
         if found != expected:
             raise CheckpointDamagedError(f"{checkpoint / name}: expected {expected}, found {found}")
 

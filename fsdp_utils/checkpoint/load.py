@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_utils.checkpoint.codec import decode
-from fsdp_utils.checkpoint.collective import collective_call, is_int, named_values
+from fsdp_utils.checkpoint.collective import call, collective_call, is_int, named_values
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import local_path, read_json
 from fsdp_utils.checkpoint.folder import MANIFEST, check_files, find, read_manifest
@@ -24,14 +24,7 @@ from fsdp_utils.checkpoint.restore import (
     put_back_optimizers,
 )
 from fsdp_utils.checkpoint.save import STATE_FILE, rank_file
-from fsdp_utils.checkpoint.state import (
-    MODEL,
-    Held,
-    Optimizers,
-    frozen_names,
-    listed,
-    unwrapped,
-)
+from fsdp_utils.checkpoint.state import MODEL, Held, Optimizers, frozen_names, listed, unwrapped
 from fsdp_utils.checkpoint.tensor_files import open_tensors, share
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks, fingerprint
 from fsdp_utils.sharding.unsaved_buffers import warning_of
@@ -93,10 +86,10 @@ def load_distributed(
         model: with parameters on their devices (not on meta); their values are replaced. A warning names
             buffers that are not saved with the model, such as rotary frequencies, where their values are not
             those of the saved model: to_empty() leaves them uninitialised.
-        optimizer: as many as were saved, each of a related class, such as Adam and AdamW, over the same
-            parameters in the same groups; their order and names may be others. Their settings (lr, betas,
-            weight_decay and all else in param_groups) become those that were saved: change a setting after
-            loading. None leaves what was saved aside.
+        optimizer: one or several, over the parameters of those that were saved, in the same groups, each in
+            a related class, such as Adam and AdamW; their order and names may be others. Their settings (lr,
+            betas, weight_decay and all else in param_groups) become those that were saved: change a setting
+            after loading. None leaves what was saved aside.
         step: of which step; "latest" is the checkpoint that was saved last.
         state: objects by the name under which they were saved, to be loaded in place by load_state_dict(),
             after the model and the optimizer. The dict that is returned holds what they were given, too.
@@ -158,7 +151,9 @@ def load_distributed(
             matched = match_model(
                 held, found, str(checkpoint), _NOT_STRICT, cast=cast, strict=strict, ignored=ignored
             )
-            for name in matched.stored:
+            plain = read_json(checkpoint / STATE_FILE)
+            targets = Targets(held, stored.specs)
+            for name, names in matched.stored.items():
                 if held.tensors[MODEL + name].is_meta:
                     raise CheckpointError(
                         f"expected a model with memory, found {name!r} on the meta device. "
@@ -166,9 +161,6 @@ def load_distributed(
                         "that no checkpoint holds, which to_empty() leaves uninitialised; export_safetensors "
                         "makes a folder of a checkpoint"
                     )
-            plain = read_json(checkpoint / STATE_FILE)
-            targets = Targets(held, stored.specs, plain["dims"])
-            for name, names in matched.stored.items():
                 first, *others = {tied.get(one, one) for one in names}
                 if others:
                     raise CheckpointError(
@@ -196,26 +188,30 @@ def load_distributed(
             stored.read_into(targets, threads=ranks.threads())
             return optimizer_state
 
+        def fill_objects() -> None:
+            for name, value in objects.items():
+                call(f"state {name!r}", value, "load_state_dict", values[name])
+
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
         optimizer_state = ranks.each(read)
         put_back_model(model, held, extra)
-        put_back_optimizers(model, optimizers, settings, optimizer_state)
-        ranks.each(lambda: _load_objects(objects, values))
+        put_back_optimizers(held, model, optimizers, settings, optimizer_state)
+        ranks.each(fill_objects)
     if text := warning_of(unwrapped(model), manifest.get("unsaved_buffers")):
         warnings.warn(f"load_distributed: {text}", stacklevel=2)
     return LoadedState({"step": manifest["step"], **values}, matched.missing, matched.unexpected)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Read the state that was saved, without a model; a tensor in it is a Spec."""
+    """Read the state that was saved, without a model; a tensor in it is on meta."""
     manifest = read_manifest(checkpoint)
     check_files(checkpoint, manifest, [STATE_FILE])
     specs = open_tensors(checkpoint, manifest).specs
-    return decode(read_json(checkpoint / STATE_FILE)["state"], specs.__getitem__)
+    return decode(read_json(checkpoint / STATE_FILE)["state"], lambda key, _: specs[key])
 
 
 def _own_values(
-    checkpoint: Path, manifest: Mapping[str, Any], ranks: Ranks, tensor: Callable[[str], Tensor]
+    checkpoint: Path, manifest: Mapping[str, Any], ranks: Ranks, tensor: Callable[[str, Any], Tensor]
 ) -> dict[str, Any]:
     """Read what was given as per_rank=: this rank's, or that of all ranks where there are others now."""
 
@@ -252,14 +248,3 @@ def _check_objects(objects: Mapping[str, Any], saved: Mapping[str, Any]) -> None
                 f"state {name!r}: expected one state in the checkpoint, found {found}. Leave it out of "
                 f"state=; the dict that is returned has {sorted(saved)[:10]}"
             )
-
-
-def _load_objects(objects: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    for name, value in objects.items():
-        try:
-            value.load_state_dict(saved[name])
-        except Exception as error:  # noqa: PERF203
-            raise CheckpointError(
-                f"state {name!r}: load_state_dict() of {type(value).__name__} failed: "
-                f"{type(error).__name__}: {error}"
-            ) from error

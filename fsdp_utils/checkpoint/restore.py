@@ -1,6 +1,8 @@
 """Check a checkpoint against a model and its optimizers before anything is changed; put the values back."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -13,17 +15,7 @@ from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.codec import decode
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.state import (
-    MODEL,
-    OPTIMIZER,
-    Held,
-    has_fsdp1,
-    in_parts,
-    optimizer_classes,
-    parameter_names,
-    quiet,
-)
-from fsdp_utils.checkpoint.tensor_files import Spec
+from fsdp_utils.checkpoint.state import MODEL, OPTIMIZER, Held, has_fsdp1, in_parts, optimizer_classes, quiet
 from fsdp_utils.sharding.local_part import is_readable, local
 from fsdp_utils.sharding.names import plain_name, some_names
 from fsdp_utils.torch_internals.fsdp import fsdp1_handle
@@ -42,7 +34,7 @@ class Matched(NamedTuple):
 
 def match_model(
     held: Held,
-    found: Mapping[str, Spec],
+    found: Mapping[str, Tensor],
     where: str,
     remedy: str,
     *,
@@ -58,14 +50,13 @@ def match_model(
         if name in ignored or first not in own:
             unexpected.append(name)
             continue
-        seen = [found[other] for other in stored.setdefault(first, [])]  # under further names, if it is tied
-        stored[first].append(name)
-        shape, dtype = list(own[first].shape), own[first].dtype
-        if list(spec.shape) != shape and spec not in seen:
-            problem = f"expected shape {shape} (the model's), found {list(spec.shape)}"
+        stored.setdefault(first, []).append(name)
+        param = own[first]
+        if spec.shape != param.shape:
+            problem = f"expected shape {list(param.shape)} (the model's), found {list(spec.shape)}"
             problems.setdefault(problem, []).append(name)
-        if spec.dtype != dtype and not cast and spec not in seen:
-            problem = f"expected {dtype} (the model's), found {spec.dtype}; cast=True converts them"
+        if spec.dtype != param.dtype and not cast:
+            problem = f"expected {param.dtype} (the model's), found {spec.dtype}; cast=True converts them"
             problems.setdefault(problem, []).append(name)
     missing = [name for name in own if name not in stored]
     if strict or not stored:
@@ -88,30 +79,29 @@ def match_model(
 class Targets(list[tuple[str, Tensor]]):
     """The tensors to fill, with their keys; codec.decode() has its methods allocate what it asks for."""
 
-    def __init__(self, held: Held, specs: Mapping[str, Spec], dims: Mapping[str, list[int | None]]) -> None:
-        self.specs, self._dims = specs, dims
+    def __init__(self, held: Held, specs: Mapping[str, Tensor]) -> None:
+        self.specs = specs
         self._params = {name: one for name, one in held.of_model().items() if isinstance(one, DTensor)}
 
-    def full(self, key: str) -> Tensor:
+    def full(self, key: str, _: object = None) -> Tensor:
         """Allocate a full tensor in CPU memory."""
-        spec = self.specs[key]
-        return self._add(key, torch.empty(spec.shape, dtype=spec.dtype, device="cpu"))
+        return self._add(key, torch.empty_like(self.specs[key], device="cpu"))
 
-    def of_state(self, key: str) -> Tensor:
-        """Allocate a tensor of the user's state.
+    def of_state(self, key: str, dims: list[int | None]) -> Tensor:
+        """Allocate a tensor of the user's state, which a mesh sharded along dims.
 
         A DTensor that has the name and shape of a parameter, as an average of the weights has, is sharded as
         that is. Another one is sharded over the model's mesh along the dimensions that it was before, as many
         as the mesh has; or it is full, where the model has no mesh.
         """
         mesh = next((param.device_mesh for param in self._params.values()), None)
-        if key not in self._dims or mesh is None:
+        if not dims or mesh is None:
             return self.full(key)
-        spec, parts, dims = self.specs[key], key.split("."), self._dims[key]
+        spec, parts = self.specs[key], key.split(".")
         for start in range(1, len(parts)):  # the longest name first; AveragedModel's begin with "module."
             param = self._params.get(plain_name(*parts[start:]))
-            if param is not None and tuple(param.shape) == spec.shape:
-                return self.like(key, param)
+            if param is not None and param.shape == spec.shape:
+                return self.like(param, key, dims)
         if len(dims) != mesh.ndim:
             sharded = [dim for dim in dims if dim is not None][-mesh.ndim :]
             dims = [None] * (mesh.ndim - len(sharded)) + sharded
@@ -119,15 +109,14 @@ class Targets(list[tuple[str, Tensor]]):
         new = empty_dtensor(spec.shape, dtype=spec.dtype, device_mesh=mesh, placements=placements)
         return self._add(key, new)
 
-    def like(self, key: str, param: Tensor) -> Tensor:
+    def like(self, param: Tensor, key: str, dims: list[int | None]) -> Tensor:
         """Allocate a tensor on a parameter's device, and sharded as that is, where it has its shape."""
         spec = self.specs[key]
-        if tuple(param.shape) == spec.shape:
+        if param.shape == spec.shape:
             return self._add(key, torch.empty_like(param, dtype=spec.dtype, requires_grad=False))
-        if key in self._dims and isinstance(param, DTensor):
-            return self.of_state(key)
-        device = param.device if spec.shape else "cpu"
-        return self._add(key, torch.empty(spec.shape, dtype=spec.dtype, device=device))
+        if dims and isinstance(param, DTensor):  # as the scales of quantized moments
+            return self.of_state(key, dims)
+        return self._add(key, torch.empty_like(spec, device=param.device if spec.shape else "cpu"))
 
     def _add(self, key: str, tensor: Any) -> Tensor:
         self.append((key, tensor))
@@ -140,51 +129,42 @@ class Targets(list[tuple[str, Tensor]]):
 def match_optimizers(
     held: Held, model: nn.Module, optimizers: Sequence[Optimizer], plain: Mapping[str, Any], targets: Targets
 ) -> list[dict[str, Any]]:
-    """Find the optimizers that were saved by their parameters; return the settings of each group here."""
+    """Find each group of parameters among those that were saved; return the settings of each."""
     if not optimizers:
         return []
-    names = parameter_names(model)
 
     def named(params: Iterable[str]) -> list[str]:
         return sorted(map(held.first_name, params))
 
     here = [
-        [named(name for param in group["params"] for name in names[param]) for group in one.param_groups]
+        (optimizer_classes(one), named(name for param in group["params"] for name in held.names[param]))
         for one in optimizers
+        for group in one.param_groups
     ]
-    saved = [decode(one, targets.full) for one in plain["optimizers"]]
-    there = [[named(group["params"]) for group in one["groups"]] for one in saved]
-    if sorted(map(sorted, here)) != sorted(map(sorted, there)):
-        (own, own_sizes), (other, sizes) = _together(here), _together(there)
+    saved = decode(plain["param_groups"], targets.full)
+    own, other = [params for _, params in here], [named(one["params"]) for one in saved]
+    if sorted(own) != sorted(other):
+        only_here, only_there = {*chain(*own)} - {*chain(*other)}, {*chain(*other)} - {*chain(*own)}
         raise CheckpointError(
-            f"expected optimizers with groups of {own_sizes} parameters, found {sizes} in the checkpoint; "
-            f"only here: {sorted(own - other)[:3]}; only in the checkpoint: {sorted(other - own)[:3]}. Give "
-            "the optimizers that were saved, in any order, or none if they are to start anew"
+            f"expected optimizers with groups of {[*map(len, own)]} parameters, found {[*map(len, other)]} "
+            f"in the checkpoint; only here: {sorted(only_here)[:3]}; only in the checkpoint: "
+            f"{sorted(only_there)[:3]}. Give the optimizers that were saved, in any order, or none if they "
+            "are to start anew"
         )
     settings = []
-    for optimizer, groups in zip(optimizers, here, strict=True):
-        classes = optimizer_classes(optimizer)
-        alike = [index for index, some in enumerate(there) if sorted(some) == sorted(groups)]
-        # There are several only of optimizers without parameters.
-        related = [index for index in alike if set(saved[index]["classes"]) & set(classes)]
+    for classes, params in here:
+        alike = [n for n, some in enumerate(other) if some == params]  # several only without parameters
+        related = [n for n in alike if {*saved[n]["classes"]} & {*classes}]
         if not related:
             raise CheckpointError(
                 f"expected the state of {classes[0]}, found that of {saved[alike[0]]['classes'][0]}, which "
                 f"{classes[0]} cannot go on from. Load into that class, or without the optimizer if it is to "
                 "start anew"
             )
-        some, left = there.pop(related[0]), saved.pop(related[0])["groups"]
-        for params in groups:
-            settings.append(left.pop(some.index(params))["settings"])
-            some.remove(params)
+        other.pop(related[0])
+        settings.append(saved.pop(related[0])["settings"])
     _check_cuts(held, model, plain["optimizer"], targets)
     return settings
-
-
-def _together(groups: list[list[list[str]]]) -> tuple[set[str], list[int]]:
-    """Return the names in all groups of optimizers, and the sizes of the groups."""
-    flat = [params for of_one in groups for params in of_one]
-    return set().union(*flat), [len(params) for params in flat]
 
 
 def _check_cuts(held: Held, model: nn.Module, saved: Mapping[str, Any], targets: Targets) -> None:
@@ -193,7 +173,7 @@ def _check_cuts(held: Held, model: nn.Module, saved: Mapping[str, Any], targets:
     if not any(handle is not None and handle.uses_sharded_strategy for handle in handles):
         return
     for name, what in ((name, what) for name, entries in saved.items() for what in entries):
-        shape = tuple(held.tensors[MODEL + held.first_name(name)].shape)
+        shape = held.tensors[MODEL + held.first_name(name)].shape
         spec = targets.specs.get(f"{OPTIMIZER}{name}.{what}")
         if spec is not None and spec.shape not in ((), shape):
             raise CheckpointError(
@@ -212,11 +192,12 @@ def new_state(
     state: dict[str, dict[str, Any]] = {}
     for name, entries in plain["optimizer"].items() if optimizers else ():
         param = held.tensors[MODEL + held.first_name(name)]
-        state[held.first_name(name)] = decode(entries, lambda key, param=param: targets.like(key, param))
+        state[held.first_name(name)] = decode(entries, partial(targets.like, param))
     return state
 
 
 def put_back_optimizers(
+    held: Held,
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     settings: Iterable[dict[str, Any]],
@@ -227,7 +208,7 @@ def put_back_optimizers(
     torch's set_optimizer_state_dict() would do that too, but takes a step where there is no state yet, mixes
     the groups up where one of them is empty, and refuses an FSDP1 unit inside of activation checkpointing.
     """
-    names, settings = parameter_names(model), iter(settings)
+    settings = iter(settings)
     for optimizer in optimizers:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         numbers = {param: number for number, param in enumerate(params)}
@@ -242,27 +223,20 @@ def put_back_optimizers(
             with in_parts(model):
                 state = FSDP1.optim_state_dict_to_load(model, optimizer, {"state": state})["state"]
         else:
-            found = {number: saved.get(names[param][0]) for param, number in numbers.items()}
-            state = {number: entries for number, entries in found.items() if entries}
-        given = state
-        if type(optimizer).load_state_dict is Optimizer.load_state_dict:
-            # which takes apart what is no tensor, and drops imaginary parts
-            given = {
-                number: {
-                    what: value
-                    for what, value in entries.items()
-                    if isinstance(value, Tensor) and value.is_complex() == params[number].is_complex()
-                }
-                for number, entries in state.items()
-            }
-        optimizer.load_state_dict({"state": given, "param_groups": groups})
-        for number, entries in state.items():
-            own = optimizer.state[params[number]]
-            for what, value in entries.items():
-                pair = (own.get(what), value)
-                converted = all(isinstance(one, Tensor) for one in pair) and pair[0].dtype != value.dtype
-                if what not in given[number] or converted:  # to the dtype of the parameter
-                    own[what] = value.to(params[number].device) if isinstance(value, Tensor) else value
+            here = {number: held.names[param][0] for param, number in numbers.items()}
+            state = {number: saved[name] for number, name in here.items() if name in saved}
+        if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+            continue
+        # torch's would convert dtypes, drop imaginary parts, and take apart what is no tensor.
+        optimizer.load_state_dict({"state": {}, "param_groups": groups})
+        for group in optimizer.param_groups:
+            # These ways have the count of steps on the parameter's device, all others on the CPU.
+            moved = group.get("fused") or group.get("capturable")
+            for param in group["params"]:
+                for what, value in state.get(numbers[param], {}).items():
+                    stays = not isinstance(value, Tensor) or (what == "step" and not moved)
+                    optimizer.state[param][what] = value if stays else value.to(param.device)
 
 
 # ---- the model ---------------------------------------------------------------------------------------

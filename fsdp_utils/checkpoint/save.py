@@ -2,11 +2,9 @@
 
 import json
 import os
-import time
 from collections import ChainMap
 from collections.abc import Collection, Mapping
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,40 +13,30 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from fsdp_utils.checkpoint.asynchronous import Save, stage
-from fsdp_utils.checkpoint.codec import encode
-from fsdp_utils.checkpoint.collective import collective_call, is_int, named_values
+from fsdp_utils.checkpoint.codec import encode, leaves
+from fsdp_utils.checkpoint.collective import call, collective_call, is_int, named_values
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import local_path, write_file
-from fsdp_utils.checkpoint.folder import Unfinished
+from fsdp_utils.checkpoint.folder import Unfinished, check_shared
 from fsdp_utils.checkpoint.state import (
     EXTRA,
     MODEL,
     OPTIMIZER,
     PER_RANK,
+    STATE,
     Held,
     Optimizers,
     frozen_names,
     listed,
-    parameter_names,
     unwrapped,
 )
 from fsdp_utils.checkpoint.tensor_files import check_storable, write_tensors
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks, fingerprint
-from fsdp_utils.sharding.copies import (
-    Copy,
-    broadcasts_buffers,
-    buffer_copies,
-    copies_of,
-    differing,
-    digest,
-    parameter_copies,
-)
+from fsdp_utils.sharding.copies import broadcasts_buffers, copies_of, differing
 from fsdp_utils.sharding.names import plain_name, some_names
-from fsdp_utils.sharding.unsaved_buffers import sizes, unsaved
+from fsdp_utils.sharding.unsaved_buffers import sizes
 
 STATE_FILE = "state.json"
-# A shared directory may show another host's new file a little late.
-_SHARED_WAIT_S = 3.0
 
 
 def save_distributed(
@@ -138,7 +126,7 @@ def save_distributed(
             for name in ignored:
                 held.tensors.pop(MODEL + name, None)
                 held.tied.pop(name, None)
-            held.add_state(of_all)
+            held.plain["state"] = encode(of_all, STATE[:-1], held.tensors)
             own: dict[str, Tensor] = {}
             own_plain = encode(of_rank, f"{PER_RANK}{ranks.rank}", own)
             for key, tensor in (held.tensors | own).items():
@@ -153,15 +141,17 @@ def save_distributed(
             return held, own, texts
 
         held, own, texts = ranks.each(collect)
-        params = {name for names in parameter_names(model).values() for name in names}
-        buffers = {} if broadcasts_buffers(wrapped) else buffer_copies(model)
-        _check_equal(held, model, buffers, ranks, {*ignored, *(of_rank.keys() - params)})
+        left_out = of_rank.keys() - {name for names in held.names.values() for name in names}
+        if broadcasts_buffers(wrapped):
+            left_out |= {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
+        if ranks.distributed:
+            _check_equal(held, ranks, left_out)
         about = {
             "step": step,
             "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "world_size": ranks.world_size,
             "torch": str(torch.__version__),
-            "optimizer": ", ".join(dict.fromkeys(one["classes"][0] for one in held.plain["optimizers"]))
+            "optimizer": ", ".join(dict.fromkeys(one["classes"][0] for one in held.plain["param_groups"]))
             or None,
             "tied": held.tied,
             **describe(model),
@@ -174,13 +164,13 @@ def save_distributed(
         try:
             unfinished, final = ranks.first(folder.begin)
         except BaseException:
-            folder.abandon()
+            folder.close()
             raise
 
     def write_part() -> dict[str, Any]:
         """Write this rank's files; return the manifest's entries of them."""
-        _must_see(unfinished)
-        files = {name: write_file(unfinished / name, text) for name, text in texts.items()}
+        check_shared(unfinished)
+        files = {name: write_file(unfinished / name, [text]) for name, text in texts.items()}
         name = f"rank-{ranks.rank:05d}.safetensors"
         entry = write_tensors(
             unfinished / name, tensors, rank=ranks.rank, world_size=ranks.world_size, only_here=own
@@ -193,7 +183,7 @@ def save_distributed(
                 about["files"] = dict(ChainMap(*ranks.all(write_part)))
                 ranks.each(lambda: ranks.rank or folder.commit(about, keep))
         finally:
-            folder.abandon()
+            folder.close()
 
     return Save(final, write, asynchronous=asynchronous)
 
@@ -205,102 +195,58 @@ def rank_file(rank: int) -> str:
 
 def _values(given: Any, argument: str) -> dict[str, Any]:
     """Return state= or per_rank= by name, with the state_dict() of objects that have one."""
-    found = named_values(given, argument)
-    for name, value in found.items():
-        if isinstance(value, Stateful):
-            try:
-                found[name] = value.state_dict()
-            except Exception as error:
-                raise CheckpointError(
-                    f"{argument} {name!r}: state_dict() of {type(value).__name__} failed: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-    return found
-
-
-def _must_see(unfinished: Path) -> None:
-    """Check that this rank sees the folder that rank 0 has just made, under a random name."""
-    limit = time.monotonic() + _SHARED_WAIT_S
-    while not unfinished.is_dir():
-        if time.monotonic() > limit:
-            raise CheckpointError(
-                f"{unfinished.parent}: expected the directory that rank 0 writes to, found another one: it "
-                "is not shared between the hosts. Save to a file system that all of them mount."
-            )
-        time.sleep(0.1)
+    return {
+        name: call(f"{argument} {name!r}", value, "state_dict") if isinstance(value, Stateful) else value
+        for name, value in named_values(given, argument).items()
+    }
 
 
 # ---- what must be equal on all ranks -----------------------------------------------------------------
 
 
-def _check_equal(
-    held: Held, model: nn.Module, buffers: dict[str, Copy], ranks: Ranks, ignored: Collection[str]
-) -> None:
+def _check_equal(held: Held, ranks: Ranks, left_out: Collection[str]) -> None:
     """Check that what one rank saves for all of them is equal on all.
 
     One rank's values are stored, so those of the others would be lost without an error: of replicas that have
     drifted apart, of experts that ranks hold under the same names, of running means.
     """
-    if not ranks.distributed:
-        return
-    names = {*ignored, *(name for name, _ in unsaved(model))}
-    copies = {**parameter_copies(model), **buffers}
-    copies = {name: copy for name, copy in copies.items() if name not in names}
-    in_state = ((key, held.tensors[key]) for key in held.plain["dims"])
-    copies |= copies_of((key, one) for key, one in in_state if isinstance(one, DTensor))
+    in_extra = tuple(f"{EXTRA}{name}." for name in left_out)
+    tensors = {key: one for key, one in held.tensors.items() if not key.startswith(in_extra)}
+    extra = {name: one for name, one in held.plain["extra"].items() if name not in left_out}
+
+    def outline() -> dict[str, str]:
+        """Describe all but the values of tensors."""
+        found = {path: json.dumps(one) for path, one in leaves({**held.plain, "extra": extra})}
+        return found | {f"kind of {key}": f"{one.dtype} {list(one.shape)}" for key, one in tensors.items()}
+
     ranks.same(
         "",
-        ranks.each(lambda: _digests(held, model, ignored)),
+        ranks.each(outline),
         cure=". Only DTensors are saved by parts; what is to differ goes into per_rank=",
+    )
+    # To hash the states of optimizers would take long. That of a parameter that is sharded is a DTensor, too.
+    full = (name for name, one in held.of_model().items() if not isinstance(one, DTensor))
+    in_copies = tuple(f"{OPTIMIZER}{name}." for name in full)
+    copies = copies_of(
+        (key.removeprefix(MODEL), one)
+        for key, one in tensors.items()
+        if key.removeprefix(MODEL) not in left_out
+        and not (key.startswith(OPTIMIZER) and isinstance(one, DTensor))
+        and not (key.startswith(in_copies) and one.dim())
     )
     differ = [*differing(copies, ranks).values()]
 
     def refuse() -> None:
         if differ:
             raise CheckpointError(
-                "expected the same values on all ranks that hold a copy of a parameter, a buffer or a "
-                f"DTensor's part in the state, found that {some_names(differ, '; ')}. check_sharding(model, "
-                "optimizer) looks for the cause; torch.distributed.broadcast makes them equal. A buffer that "
-                "is to differ can be given as per_rank={name: buffer}. If each rank has experts of its own, "
+                "expected the same values on all ranks that hold a copy of a parameter, a buffer or a tensor "
+                f"in the state, found that {some_names(differ, '; ')}. What is to differ goes into "
+                "per_rank=, as per_rank={name: buffer}. check_sharding(model, optimizer) looks for the "
+                "cause; torch.distributed.broadcast makes them equal. If each rank has experts of its own, "
                 "make them one DTensor over their mesh: DTensor.from_local(own, mesh, [Shard(0)])"
             )
 
     ranks.each(refuse)
-
-
-def _digests(held: Held, model: nn.Module, ignored: Collection[str]) -> dict[str, str]:
-    """Describe all that is saved besides parameters and buffers: values, or hashes of them, by name.
-
-    DDP's copies of an optimizer's state are described by their shapes alone: to hash them would take long.
-    """
-    known = {*ignored, *(name for names in parameter_names(model).values() for name in names)}
-    known |= {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
-    plain = held.plain
-    groups = [
-        (f"optimizer {number}: param_groups[{index}]", group["settings"])
-        for number, of_one in enumerate(plain["optimizers"])
-        for index, group in enumerate(of_one["groups"])
-    ]
-    values = {
-        **{f"state {name!r}": value for name, value in plain["state"].items()},
-        **{name: value for name, value in plain["extra"].items() if name not in known},
-        **{f"{where}[{name!r}]": value for where, settings in groups for name, value in settings.items()},
-        **{f"{OPTIMIZER}{k}.{what}": v for k, of in plain["optimizer"].items() for what, v in of.items()},
-    }
-    texts = {name: json.dumps(value) for name, value in values.items()}
-    found = {name: text if len(text) < 80 else fingerprint([text]) for name, text in texts.items()}
-    sharded = {name for name, one in held.of_model().items() if isinstance(one, DTensor)}
-    of_ddp = tuple(f"{OPTIMIZER}{name}." for name in plain["optimizer"].keys() - sharded)
-    may_differ = tuple(f"{EXTRA}{name}." for name in ignored)
-    for key, tensor in held.tensors.items():
-        if key.startswith(may_differ) or (key.startswith(MODEL) and key.removeprefix(MODEL) in known):
-            continue
-        found[key] = f"{type(tensor).__name__} {tensor.dtype} {list(tensor.shape)}"
-        if isinstance(tensor, DTensor):
-            found[key] += f" by {tensor.placements}"
-        elif not tensor.dim() or not key.startswith(of_ddp):
-            found[key] += f" with hash {digest(tensor)}"
-    return found
 
 
 # ---- about the model ---------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,15 +36,15 @@ class Held:
     """The tensors of a model, its optimizers and the state by key, and the rest as codec.encode() has it."""
 
     tensors: dict[str, Tensor]
-    # "extra": the model's state dict besides tensors, by name. "optimizers": of each its "classes", and of
-    # its "groups" the "params" by name and "settings". "optimizer": their state, by name of the parameter.
-    # "state". "dims": by key of a DTensor in the state, or of an optimizer and of another shape than its
-    # parameter, the dimension that each dimension of its mesh shards, None where replicated.
+    # "extra": the model's state dict besides tensors, by name. "param_groups": those of all optimizers, with
+    # the "classes" of each, "params" by name, and "settings". "optimizer": the state of all optimizers, by
+    # name of the parameter. "state": what the user gave.
     plain: dict[str, Any]
     tied: dict[str, str]  # name of a parameter that is left out -> the name under which it is there
     # The model's state dict as torch gives it, over the memory of `tensors`, and its names by those of here.
     state_dict: dict[str, Any]
     raw_names: dict[str, str]
+    names: dict[nn.Parameter, list[str]]  # of parameters, several of one of FSDP1's flat ones
 
     @classmethod
     def of(cls, model: nn.Module) -> "Held":
@@ -66,43 +67,36 @@ class Held:
         own = {name: found[raw] for name, raw in raw_names.items() if name not in tied}
         tensors = _as_dtensors({MODEL + name: one for name, one in own.items() if isinstance(one, Tensor)})
         extra = {name: one for name, one in own.items() if not isinstance(one, Tensor)}
-        plain = {"extra": encode(extra, EXTRA[:-1], tensors), "optimizers": [], "optimizer": {}, "dims": {}}
-        return cls(tensors, plain, tied, found, raw_names)
+        return cls(tensors, {"extra": encode(extra, EXTRA[:-1], tensors)}, tied, found, raw_names, names)
 
     def add_optimizers(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Add the groups and the state of optimizers. A collective under FSDP1."""
-        names = parameter_names(model)
-        state: dict[str, Any] = {}
-        for number, optimizer in enumerate(optimizers):
-            groups = [
-                {
-                    "params": [self.first_name(name) for param in group["params"] for name in names[param]],
-                    "settings": {k: v for k, v in group.items() if k not in ("params", "param_names")},
-                }
-                for group in optimizer.param_groups
-            ]
-            one = {"classes": optimizer_classes(optimizer), "groups": groups}
-            self.plain["optimizers"].append(encode(one, f"{OPTIMIZER}{number}", self.tensors))
-            for name, entries in _state(model, optimizer).items():
-                state |= {self.first_name(name): dict(entries)} if entries else {}
+        groups = [
+            {
+                "classes": optimizer_classes(optimizer),
+                "params": [name for param in group["params"] for name in self.names[param]],
+                "settings": {k: v for k, v in group.items() if k not in ("params", "param_names")},
+            }
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+        ]
+        found = [item for one in optimizers for item in self._state(model, one).items()]
+        state = {self.first_name(name): dict(entries) for name, entries in found if entries}
+        self.plain["param_groups"] = encode(groups, f"{OPTIMIZER}param_groups", self.tensors)
         self.plain["optimizer"] = encode(state, OPTIMIZER[:-1], self.tensors)
-        for key, tensor in self.tensors.items():
-            param = self.tensors.get(MODEL + key.removeprefix(OPTIMIZER).rpartition(".")[0], tensor)
-            if param.shape != tensor.shape:  # as the scales of quantized moments
-                self._note_dims(key, tensor)
 
-    def add_state(self, values: Mapping[str, Any]) -> None:
-        """Add the user's state: plain values and tensors, by name."""
-        tensors: dict[str, Tensor] = {}
-        self.plain["state"] = encode(dict(values), STATE[:-1], tensors)
-        for key, tensor in tensors.items():
-            self._note_dims(key, tensor)
-        self.tensors |= tensors
+    def _state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        """Return an optimizer's state of each parameter, by name. A collective under FSDP1.
 
-    def _note_dims(self, key: str, tensor: Tensor) -> None:
-        if isinstance(tensor, DTensor):
-            # FSDP2 over tensor parallelism has another placement, which shards a dimension too.
-            self.plain["dims"][key] = [getattr(one, "dim", None) for one in tensor.placements]
+        torch's get_optimizer_state_dict() would take a step to make a state that is not there yet.
+        """
+        if has_fsdp1(model):
+            with in_parts(model):
+                found = _as_dtensors(FSDP1.optim_state_dict(model, optimizer)["state"])
+            return {plain_name(name): entries for name, entries in found.items()}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        state = optimizer.state_dict()["state"]
+        return {self.names[params[number]][0]: entries for number, entries in state.items()}
 
     def of_model(self) -> dict[str, Tensor]:
         """The model's tensors, by name."""
@@ -115,17 +109,14 @@ class Held:
 
 def _as_dtensors(state: dict[str, Any]) -> dict[str, Any]:
     """View FSDP1's ShardedTensors as DTensors over the same memory; both shard the first dimension alike."""
-    meshes: dict[Any, DeviceMesh] = {}  # by process group: to make one takes half a millisecond
+    mesh_of = cache(DeviceMesh.from_group)  # to make one takes half a millisecond
 
     def convert(tensor: Any) -> DTensor:
         shape, dtype, device = tensor.size(), tensor.dtype, tensor.device
         shards = [shard.tensor for shard in tensor.local_shards()]
-        group = sharded_tensor_group(tensor)
-        if group not in meshes:
-            meshes[group] = DeviceMesh.from_group(group, device.type)
         return DTensor.from_local(
             shards[0] if shards else torch.empty((0, *shape[1:]), dtype=dtype, device=device),
-            meshes[group],
+            mesh_of(sharded_tensor_group(tensor), device.type),
             [Shard(0)],
             run_check=False,
             shape=shape,
@@ -140,34 +131,17 @@ def _as_dtensors(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def listed(optimizer: Optimizers | None) -> list[Optimizer]:
-    """List the optimizers that were given."""
-    if optimizer is None:
+    """List the optimizers that were given, without Accelerate's wrappers."""
+    given: Any = optimizer.values() if isinstance(optimizer, Mapping) else optimizer
+    if given is None:
         return []
-    if isinstance(optimizer, Mapping):
-        return list(optimizer.values())
-    single = isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable)
-    return [optimizer] if single else list(optimizer)  # type: ignore[list-item]
+    found = list(given) if isinstance(given, Iterable) else [given]
+    return [one.optimizer if type(one).__name__ == "AcceleratedOptimizer" else one for one in found]
 
 
 def optimizer_classes(optimizer: Optimizer) -> list[str]:
     """Name the class of an optimizer and its base classes, without Optimizer itself."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # Accelerate's wrapper
-        optimizer = inner
     return [one.__name__ for one in type(optimizer).__mro__[:-1] if one not in (Optimizer, object)]
-
-
-def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """Return an optimizer's state of each parameter, by name. A collective under FSDP1.
-
-    torch's get_optimizer_state_dict() would take a step to make a state that is not there yet.
-    """
-    if has_fsdp1(model):
-        with in_parts(model):
-            found = _as_dtensors(FSDP1.optim_state_dict(model, optimizer)["state"])
-        return {plain_name(name): entries for name, entries in found.items()}
-    names = parameter_names(model)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return {names[params[number]][0]: one for number, one in optimizer.state_dict()["state"].items()}
 
 
 @contextmanager
@@ -214,11 +188,6 @@ def named_parameters(model: nn.Module) -> tuple[dict[nn.Parameter, list[str]], d
             alias = plain_name(prefix, info.module_name, info.param_name)
             tied[alias] = plain_name(prefix, info.prim_module_name, info.prim_param_name)
     return names, tied
-
-
-def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """The first map of named_parameters()."""
-    return named_parameters(model)[0]
 
 
 def frozen_names(model: nn.Module) -> list[str]:

@@ -9,11 +9,11 @@ Source: https://huggingface.co/docs/safetensors
 """
 
 import json
-import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import cache
 from io import FileIO
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError
-from fsdp_utils.checkpoint.files import HashedFile, fill, open_file
+from fsdp_utils.checkpoint.files import fill, open_file, write_file
 from fsdp_utils.sharding.local_part import is_readable, local, local_chunk, view
 
 # Names of dtypes that safetensors and torch's HuggingFaceStorageReader share.
@@ -50,22 +50,10 @@ NAMES: dict[torch.dtype, str] = {
 }
 _DTYPE_OF = {name: dtype for dtype, name in NAMES.items()}
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # in the header's metadata
-_LENGTH = struct.Struct("<Q")
+_LENGTH = 8  # bytes that hold the length of the header
 _MOST_DIMS = 64  # which torch has, too
 # What is not copied in one piece, from a GPU or with other strides, is copied in pieces of about this size.
 _PIECE_BYTES = 1 << 24
-
-
-@dataclass(frozen=True)
-class Spec:
-    """The dtype and the full shape of a tensor."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
 
 class Chunk(NamedTuple):
@@ -99,9 +87,12 @@ def write_tensors(
     the replicated dimensions of the mesh are 0; plain tensors are spread over the ranks by their sizes. So
     all ranks have to pass the same plain tensors, but for those in only_here, which this rank writes.
     """
-    own = {key for key, one in tensors.items() if isinstance(one, DTensor) and _is_writer(one)}
-    plain = {key: one.nbytes for key, one in tensors.items() if not isinstance(one, DTensor)}
-    own |= {*only_here, *share({key: plain[key] for key in plain.keys() - only_here}, rank, world_size)}
+    # Ranks outside of rank 0's mesh may hold a copy, as of experts sharded over one dimension of a mesh.
+    has_rank_0 = cache(lambda mesh: bool((mesh.mesh == 0).any()))  # mesh.mesh is made each time
+    sharded = {key: one for key, one in tensors.items() if isinstance(one, DTensor)}
+    own = {key for key, one in sharded.items() if has_rank_0(one.device_mesh) and _is_writer(one)}
+    sizes = {key: tensors[key].nbytes for key in tensors.keys() - sharded.keys() - {*only_here}}
+    own |= {*only_here, *share(sizes, rank, world_size)}
     parts = {key: held_part(key, tensors[key]) for key in tensors if key in own}
     parts = {key: part for key, part in parts.items() if part[1].numel() or not tensors[key].numel()}
     if not parts:
@@ -110,14 +101,11 @@ def write_tensors(
     ordered = sorted(parts, key=lambda key: -tensors[key].dtype.itemsize)
     sharding = {key: {_OFFSETS: parts[key][0]} for key in ordered}
     # A part without elements is of a tensor that has none, of which one rank writes the whole.
-    shapes = {key: (part if part.numel() else tensors[key]).shape for key, (_, part) in parts.items()}
-    specs = {key: Spec(tensors[key].dtype, tuple(shapes[key])) for key in ordered}
-    with torch.no_grad(), HashedFile(path) as file:
-        file.write(pack_header(specs, {"DCP_VERSION": "1.0", _SHARDING: json.dumps(sharding)}))
-        for key in ordered:
-            for piece in _pieces(parts[key][1]):
-                file.write(view(piece))
-        return file.finish()
+    written = {key: parts[key][1] if parts[key][1].numel() else tensors[key] for key in ordered}
+    header = pack_header(written, {"DCP_VERSION": "1.0", _SHARDING: json.dumps(sharding)})
+    with torch.no_grad():
+        content = (view(piece) for key in ordered for piece in _pieces(parts[key][1]))
+        return write_file(path, chain([header], content))
 
 
 def share(sizes: Mapping[str, int], rank: int, world_size: int) -> set[str]:
@@ -133,19 +121,12 @@ def share(sizes: Mapping[str, int], rank: int, world_size: int) -> set[str]:
 
 
 def _is_writer(tensor: DTensor) -> bool:
-    """Whether this rank is the first of those that hold its part. All hold a tensor without elements.
-
-    Ranks outside of rank 0's mesh may hold a copy, as of experts sharded over one dimension of a mesh.
-    """
+    """Whether this rank is the first of those that hold its part. All hold a tensor without elements."""
     coordinates = tensor.device_mesh.get_coordinate()
-    return (
-        coordinates is not None
-        and bool((tensor.device_mesh.mesh == 0).any())
-        and all(
-            coordinate == 0
-            for coordinate, placement in zip(coordinates, tensor.placements, strict=True)
-            if placement.is_replicate() or not tensor.numel()
-        )
+    return coordinates is not None and all(
+        coordinate == 0
+        for coordinate, placement in zip(coordinates, tensor.placements, strict=True)
+        if placement.is_replicate() or not tensor.numel()
     )
 
 
@@ -181,25 +162,22 @@ def check_storable(key: str, tensor: Tensor) -> None:
         )
 
 
-def pack_header(specs: Mapping[str, Spec], about: Mapping[str, str]) -> bytes:
+def pack_header(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> bytes:
     """Pack the header, with its length, of a file that holds these tensors one after the other."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
     end = 0
-    for name, spec in specs.items():
-        begin, end = end, end + spec.nbytes
-        header[name] = {"dtype": NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [begin, end]}
+    for name, one in tensors.items():
+        begin, end = end, end + one.nbytes
+        header[name] = {"dtype": NAMES[one.dtype], "shape": one.shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of eight
-    return _LENGTH.pack(len(text)) + text
+    return len(text).to_bytes(_LENGTH, "little") + text
 
 
 def _pieces(data: Tensor) -> Iterator[Tensor]:
     """Yield the values of a tensor, in order, as contiguous tensors in CPU memory."""
     data = data.resolve_conj().resolve_neg().contiguous()
-    if data.device.type == "cpu":
-        yield data
-        return
-    for piece in data.view(-1).split(max(1, _PIECE_BYTES // data.dtype.itemsize)):
+    for piece in data.view(-1).split(_PIECE_BYTES // data.dtype.itemsize):
         yield piece.cpu()
 
 
@@ -220,14 +198,14 @@ class StoredTensors:
         for path in paths:
             for key, chunk in _read_header(path).items():
                 self.chunks.setdefault(key, []).append(chunk)
-        self.specs: dict[str, Spec] = {}
+        self.specs: dict[str, Tensor] = {}  # on meta
         for key, chunks in self.chunks.items():
             ends = [map(sum, zip(one.offsets, one.shape, strict=True)) for one in chunks]
-            spec = self.specs[key] = Spec(chunks[0].dtype, tuple(map(max, zip(*ends, strict=True))))
-            if (count := sum(prod(one.shape) for one in chunks)) != prod(spec.shape):
+            shape = tuple(map(max, zip(*ends, strict=True)))
+            self.specs[key] = torch.empty(shape, dtype=chunks[0].dtype, device="meta")
+            if (count := sum(prod(one.shape) for one in chunks)) != prod(shape):
                 raise CheckpointDamagedError(
-                    f"{key}: expected the {prod(spec.shape)} elements of {list(spec.shape)} in the files, "
-                    f"found {count}"
+                    f"{key}: expected the {prod(shape)} elements of {list(shape)} in the files, found {count}"
                 )
 
     def read_into(self, targets: Iterable[tuple[str, Tensor]], *, threads: int = 1) -> None:
@@ -255,8 +233,7 @@ class StoredTensors:
 
     def read_whole(self, key: str) -> Tensor:
         """Read one of the tensors, whole, into CPU memory."""
-        spec = self.specs[key]
-        tensor = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
+        tensor = torch.empty_like(self.specs[key], device="cpu")
         self.read_into([(key, tensor)])
         return tensor
 
@@ -305,8 +282,7 @@ def _read_header(path: Path) -> dict[str, Chunk]:
     """Read which chunks are in a file, by key. Their bytes fill the file without holes or overlap."""
     with open_file(path) as file:
         size = path.stat().st_size
-        start = file.read(_LENGTH.size).ljust(_LENGTH.size, b"\xff")
-        (length,) = _LENGTH.unpack(start)
+        length = int.from_bytes(file.read(_LENGTH).ljust(_LENGTH, b"\xff"), "little")
         text = file.read(length) if length <= size else b""
     try:
         header = json.loads(text)
@@ -321,10 +297,10 @@ def _read_header(path: Path) -> dict[str, Chunk]:
             sizes = sizes and len(offsets) == len(shape) <= _MOST_DIMS
             if not sizes or first != end or last - first != prod(shape) * dtype.itemsize:
                 raise ValueError(f"bytes {entry['data_offsets']} for {key:.200} as {dtype} {list(shape)[:9]}")
-            chunks[key] = Chunk(path, _LENGTH.size + length + first, dtype, tuple(offsets), shape)
+            chunks[key] = Chunk(path, _LENGTH + length + first, dtype, tuple(offsets), shape)
             end = last
-        if _LENGTH.size + length + end != size:
-            raise ValueError(f"{_LENGTH.size + length + end} bytes, where the file has {size}")
+        if _LENGTH + length + end != size:
+            raise ValueError(f"{_LENGTH + length + end} bytes, where the file has {size}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamagedError(
             f"{path}: expected a safetensors file, found {size} bytes that are none (cut short, or a pointer "

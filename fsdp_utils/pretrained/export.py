@@ -6,11 +6,12 @@ Source of the format: checkpoint/tensor_files.py, and of the index: transformers
 import json
 import os
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.files import HashedFile, doing, local_path, sync_directory, write_file
+from fsdp_utils.checkpoint.files import doing, local_path, sync_directory, write_file
 from fsdp_utils.checkpoint.folder import Unfinished, find, read_manifest, verify_checkpoint
 from fsdp_utils.checkpoint.state import MODEL
 from fsdp_utils.checkpoint.tensor_files import StoredTensors, open_tensors, pack_header
@@ -78,8 +79,7 @@ def export_safetensors(
     else:
         names = dict(zip(reversed(keys.values()), reversed(keys), strict=True))  # the first one of tied names
         keys = {name: key for name, key in keys.items() if names[key] == name}
-    folder = Unfinished(out, manifest["step"])  # as a save: with a lock; what a crash left is deleted
-    try:
+    with Unfinished(out, manifest["step"]) as folder:  # as a save: what a crash left is deleted
         unfinished, _ = folder.begin()
         if adapter_only:
             _write(unfinished / ADAPTER_FILE, keys, stored)
@@ -88,11 +88,9 @@ def export_safetensors(
             files = ["config.json"] * (config is not None)
             files += _write_parts(unfinished, keys, stored, int(shard_gib * 2**30))
         if config is not None:
-            write_file(unfinished / files[0], json.dumps(config, indent=2).encode())
+            write_file(unfinished / files[0], [json.dumps(config, indent=2).encode()])
         with doing("write", out):
             _publish(unfinished, out, files)
-    finally:
-        folder.abandon()
     return out
 
 
@@ -160,17 +158,13 @@ def _write_parts(folder: Path, keys: Keys, stored: StoredTensors, limit: int) ->
         weight_map |= dict.fromkeys(part, file)
     total = sum(stored.specs[key].nbytes for key in keys.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    write_file(folder / INDEX, json.dumps(index, indent=2).encode())
+    write_file(folder / INDEX, [json.dumps(index, indent=2).encode()])
     return [*dict.fromkeys(weight_map.values()), INDEX]
 
 
 def _write(path: Path, keys: Keys, stored: StoredTensors) -> None:
-    with HashedFile(path) as file:
-        file.write(pack_header({name: stored.specs[key] for name, key in keys.items()}, {}))
-        for key in keys.values():
-            tensor = stored.read_whole(key)
-            file.write(view(tensor))
-        file.finish()
+    header = pack_header({name: stored.specs[key] for name, key in keys.items()}, {})
+    write_file(path, chain([header], (view(stored.read_whole(key)) for key in keys.values())))
 
 
 def _publish(unfinished: Path, out: Path, files: list[str]) -> None:

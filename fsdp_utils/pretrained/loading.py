@@ -7,20 +7,19 @@ without a warning, ignores what the model does not want, and torch 2.6 does not 
 
 import os
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdp_utils.checkpoint.collective import TRANSFER_LIMIT_S
+from fsdp_utils.checkpoint.collective import collective_call, outline
 from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError
 from fsdp_utils.checkpoint.files import local_path, read_json
 from fsdp_utils.checkpoint.restore import match_model
 from fsdp_utils.checkpoint.state import Held, has_fsdp1
 from fsdp_utils.checkpoint.tensor_files import StoredTensors, held_part
-from fsdp_utils.distributed.agreement import agree, fingerprint
+from fsdp_utils.distributed.agreement import WAIT_S
 from fsdp_utils.pretrained.meta_init import Buffer, compute_buffers, device_of, materialise
 from fsdp_utils.sharding.local_part import local
 
@@ -77,12 +76,9 @@ def load_pretrained(
         torch.empty(1, device=place)  # an error here, where the device cannot be used
         stored = open_folder(local_path(folder))
         opened.append((stored, place))
-        content, own = _fingerprint(stored.specs), _fingerprint(dict(model.named_parameters()))
-        return {"content of the folder": content, "model": own, "cast": cast}
+        return {"content of the folder": outline(stored.specs.items()), "cast": cast}
 
-    how: Any = {"error": CheckpointError, "topic": "pretrained", "collective_s": TRANSFER_LIMIT_S}
-    ranks = agree("load_pretrained", facts, **how)
-    with ranks.guard():
+    with collective_call("load_pretrained", model, [], facts, wait_s=WAIT_S) as ranks:
         ((stored, place),) = opened
 
         def check() -> tuple[dict[str, list[str]], list[Buffer], list[str]]:
@@ -112,12 +108,6 @@ def load_pretrained(
 
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
         ranks.each(fill)
-
-
-def _fingerprint(tensors: Mapping[str, Any]) -> str:
-    """Describe tensors, or their specs, in one line: equal for the same names, dtypes and shapes."""
-    specs = [f"{name} {one.dtype} {list(one.shape)}" for name, one in sorted(tensors.items())]
-    return f"{len(specs)} tensors, {fingerprint(specs)}"
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from fsdp_utils.checkpoint import (
     load_distributed,
     save_distributed,
 )
-from fsdp_utils.checkpoint.files import Lock
+from fsdp_utils.checkpoint.files import locked
 from fsdp_utils.distributed.identity import get_rank
 from fsdp_utils.train.config import ConfigError
 from fsdp_utils.train.metrics import RunLog
@@ -32,7 +32,7 @@ def lock_directory(out: Path) -> contextlib.ExitStack:
     if get_rank() == 0:
         try:
             out.mkdir(parents=True, exist_ok=True)
-            stack.callback(Lock(out / ".lock", wait_s=_LOCK_WAIT_S).release)
+            stack.enter_context(locked(out / ".lock", wait_s=_LOCK_WAIT_S))
         except (OSError, CheckpointError) as error:
             found = f"found {out}: {error}"
             raise ConfigError(f"out: expected a directory to write to for this run alone, {found}") from error
