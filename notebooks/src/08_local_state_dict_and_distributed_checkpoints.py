@@ -378,8 +378,7 @@ def my_rows(saved, rank, world):                    # rows of the weight, not of
 #
 # `state=` is for what is equal on all ranks, `per_rank=` for what differs. The next cell saves on all ranks and
 # resumes on each number of them. What comes back for the random numbers when the number of ranks has changed?
-# And what are the losses in the last row, where each rank keeps its 24 samples, as in most programs, instead of
-# a share of 96?
+# And what are the losses in the last row, where each rank keeps its 24 samples, as in most programs?
 
 # %% tags=["resume"]
 def save_all(directory):
@@ -436,7 +435,7 @@ print(checkpoint.name, *sorted(path.name for path in checkpoint.iterdir()), sep=
 #
 # ## Your turn 2 · Rename
 #
-# **Goal.** Write such a save with DCP: what has the final name is complete.
+# **Goal.** Write such a save with DCP: a directory that has its final name is complete.
 #
 # **Given.** `my_save(folder, step, state)` is called on every rank. `state` is a sharded state dict, `folder` a
 # `Path` that all ranks see. You also have `dcp`, `dist`, `rank` and `world`.
@@ -688,7 +687,7 @@ assert ["code has run" in said[-1] for said in found] == [True, False]
 # %% [markdown]
 # DCP alone notices the short file, because it cannot read it. The two wrong values load, and neither looks
 # alarming: the `tanh` behind the huge weight hides it from the loss, and the mixture passes for a checkpoint of
-# a step in between. The forged file is refused too late.
+# a step in between. The forged file is refused, but its code has run.
 #
 # `load_distributed` compares sizes and hashes with the manifest before it loads anything, and names the file.
 # Its files are safetensors and JSON, which hold nothing to call. **Load DCP's checkpoints only from people whose
@@ -732,7 +731,8 @@ plots.amounts({"training waits for": {name: {"median of three": ms} for name, ms
               alt="Milliseconds for which each kind of save blocks the training; asynchronous ones block less.")
 
 # %% [markdown]
-# What remains is the copy and some messages between the ranks. The gain depends on your model and disk; PyTorch's
+# An asynchronous save blocks for a fraction of the time: for the copy and for some messages between the ranks.
+# The gain depends on your model and disk; PyTorch's
 # [blog](https://pytorch.org/blog/reducing-checkpointing-times/) reports 6.3 s instead of 148.8 s for a 7B model.
 #
 # You pay with host memory, as much as this rank's shards, and an error in the thread has to reach you.
