@@ -55,7 +55,7 @@ plots.show(fig, alt="The rows of one weight, saved by four ranks and wanted by t
 # The drawing shows one weight of 256 rows; a colour is the file that holds the row. Four ranks have saved 64 rows
 # each. Three ranks cut the same weight into larger parts, so each rank's part lies in two files. Finding and
 # fetching these rows is **resharding**. Files that each rank writes by `torch.save` do not allow it: rank 0's
-# has 64 rows, rank 0 now wants 86, and nothing says where the other 22 are.
+# file has 64 rows, rank 0 now wants 86, and nothing says where the other 22 are.
 
 # %% tags=["card"]
 lesson.card(
@@ -143,8 +143,8 @@ lesson.card(
 # writes into their memory; `set_state_dict` gives the values to model and optimizer. (In your own program the
 # mesh has all ranks, and `process_group=` can go.)
 #
-# The second is the batch: each job divides the same 96 samples by its number of ranks. Your program may not; a
-# later section shows what happens then.
+# The second is the batch: each job divides the same 96 samples by its number of ranks. Your program may not;
+# more on that below.
 #
 # ## Which file holds which rows?
 #
@@ -414,9 +414,9 @@ Table(["ranks", "samples per rank", "random numbers", "losses of steps 9 to 12"]
 #
 # ## A directory that is there completely, or not at all
 #
-# Now the first of the two things that DCP leaves to you. A job may be killed while it saves. If it was saving
-# over an older checkpoint, files of two steps are left; `dcp.save` does that by default, with the warning
-# `Detected an existing checkpoint`. So each save needs a directory of its own, and you have to know whether the
+# Now the first of the two things that DCP leaves to you. A job may be killed while it saves. By default
+# `dcp.save` writes over an older checkpoint, with the warning `Detected an existing checkpoint`, and a kill can
+# then leave files of two steps. So each save needs a directory of its own, and you have to know whether the
 # newest one is complete. The cure is to write under a temporary name and to **rename** at the end. A local file
 # system renames at once or not at all, so a directory with its final name is complete. This is the one that the
 # cell above has made, its first save, of step 8:
@@ -430,8 +430,8 @@ print(checkpoint.name, *sorted(path.name for path in checkpoint.iterdir()), sep=
 # When all that was on the disk, rank 0 added `manifest.json`, with size and hash of each file, and renamed.
 # `keep=2` deletes the oldest checkpoint after the rename, so the disk needs room for three.
 #
-# The directory must be on a file system that all hosts mount; `save_distributed` refuses another. An object
-# store such as S3 has no rename: there, a manifest that is written last has to mark a complete checkpoint.
+# The directory must be on a file system that all hosts mount; `save_distributed` refuses one that other ranks
+# do not see. S3 has no such rename: there, a manifest that is written last has to mark a complete checkpoint.
 #
 # ## Your turn 2 · Rename
 #
@@ -699,8 +699,8 @@ assert ["code has run" in said[-1] for said in found] == [True, False]
 # **asynchronous save** copies this rank's shards to host memory, lets the training go on, and writes the copy
 # from a thread: `save_distributed(..., asynchronous=True)`, or `dcp.async_save`.
 #
-# The cell saves 34 MiB from each of two CPU ranks to one disk, four times in each way; the first is not counted.
-# Compare each asynchronous bar with the one above it.
+# The next cell saves 34 MiB from each of two CPU ranks to one disk, four times in each way; the first is not
+# counted. Compare each asynchronous bar with the one above it.
 
 # %% tags=["async"]
 def seconds_blocked(directory):
@@ -735,14 +735,14 @@ plots.amounts({"training waits for": {name: {"median of three": ms} for name, ms
 # The gain depends on your model and disk; PyTorch's
 # [blog](https://pytorch.org/blog/reducing-checkpointing-times/) reports 6.3 s instead of 148.8 s for a 7B model.
 #
-# You pay with host memory, as much as this rank's shards, and an error in the thread has to reach you.
-# `save_distributed` returns an object whose `wait()` raises it; the next save does, too. `dcp.async_save` returns
-# a future: call its `result()` before the next save. Do either before the job ends. `dcp.async_save` also needs
-# a backend for CPUs beside NCCL, which is why the script asks for `cpu:gloo,cuda:nccl`.
+# You pay with host memory, as much as this rank's shards of model and optimizer, and an error in the thread has
+# to reach you. `save_distributed` returns an object whose `wait()` raises it; the next save does, too.
+# `dcp.async_save` returns a future: call its `result()` before the next save. Call either before the job ends.
+# `dcp.async_save` also needs a backend for CPUs beside NCCL, hence the script's `cpu:gloo,cuda:nccl`.
 #
 # ## The way of 2022: LOCAL_STATE_DICT
 #
-# The lesson has its name from the video, which is about FSDP1 (`FullyShardedDataParallel`). FSDP1 joins the
+# The lesson has its name from the video, which is about FSDP1. FSDP1 joins the
 # parameters of a unit into one flat parameter. `LOCAL_STATE_DICT` holds this rank's piece of it, without the
 # names in it; `SHARDED_STATE_DICT` holds this rank's rows of each parameter. The folded cell saves both by DCP
 # and loads them on each number of ranks:
