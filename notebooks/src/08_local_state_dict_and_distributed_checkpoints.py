@@ -58,7 +58,7 @@ lesson.card(
 # ## The script
 #
 # Save it as `train.py`. It trains 12 steps and saves after 8; where it finds that save, it resumes. So the first
-# command below it trains and saves, and the next two resume on other numbers of ranks.
+# command below the script trains and saves, and the next two resume on other numbers of ranks.
 #
 # ```python
 # from pathlib import Path
@@ -72,7 +72,7 @@ lesson.card(
 # from torch.distributed.fsdp import fully_shard
 #
 # device = "cuda" if torch.cuda.is_available() else "cpu"
-# dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo") 
+# dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
 # if device == "cuda":
 #     torch.cuda.set_device(dist.get_node_local_rank())
 # rank, size = dist.get_rank(), dist.get_world_size()
@@ -719,7 +719,6 @@ Table(["damage", "DCP alone", "load_distributed"], [list(row) for row in zip(DAM
 # %% [markdown]
 # DCP alone loads the wrong weight, and the loss does not look alarming, because the `tanh` behind the huge weight
 # hides it. DCP refuses the forged file, but its code has run.
-#
 # `load_distributed` compares sizes and hashes with the manifest before it loads anything, and names the file. Its
 # files are safetensors and JSON, which hold nothing to call. **Load DCP's checkpoints only from people whose code
 # you would run.**
