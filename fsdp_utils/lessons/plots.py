@@ -212,6 +212,34 @@ def layers(
     return show(fig, alt=alt)
 
 
+@in_look
+def resharding(rows: int, *, saved_by: int, wanted_by: int) -> Image:
+    """Draw which rows of one weight each rank has saved, and in whose files other ranks find theirs."""
+
+    def cut(ranks: int) -> list[tuple[int, int]]:
+        size = -(-rows // ranks)
+        return [(min(rank * size, rows), min((rank + 1) * size, rows)) for rank in range(ranks)]
+
+    fig, (axes,) = figure(width=7.5, height=2.2)
+    for index, (begin, end) in enumerate(cut(saved_by)):
+        color = RANK_COLORS[index]
+        label = "white" if sum(to_rgb(color)) < 1.5 else INK
+        axes.barh(0, end - begin, left=begin, height=0.5, color=color, edgecolor=CARD)
+        axes.text(begin + rows / 85, 0, f"file {index}: {begin} to {end - 1}", va="center", color=label)
+        for first, stop in cut(wanted_by):
+            left, right = max(first, begin), min(stop, end)
+            axes.barh(1, max(right - left, 0), left=left, height=0.5, color=color, alpha=0.5)
+    for rank, (first, stop) in enumerate(cut(wanted_by)):
+        axes.barh(1, stop - first, left=first, height=0.5, fill=False, edgecolor=INK, linewidth=1.5)
+        axes.text((first + stop) / 2, 1, f"rank {rank}: rows {first} to {stop - 1}", ha="center", va="center")
+    axes.set_yticks([0, 1], [f"saved by {saved_by} ranks", f"wanted by {wanted_by} ranks"])
+    axes.set(ylim=(1.5, -0.5), xlabel="the rows of one weight")
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    alt = f"The rows of one weight, saved by {saved_by} ranks and wanted by {wanted_by}, from several files."
+    return show(fig, alt=alt)
+
+
 def _color(index: int) -> str:
     return RANK_COLORS[index % len(RANK_COLORS)]
 
