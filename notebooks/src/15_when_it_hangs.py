@@ -1,24 +1,28 @@
 # %% [markdown]
 # # 15 · When it hangs, and when it lies
 #
-# A training stands still, or its numbers are wrong, and no error says why: on which line do the ranks part?
-# **Run it under `check_in_step`**: at the first collective that is not the same on all ranks it names the
-# line of each rank, on rank 0's stderr, and each rank raises it at its next collective. Then go back to a
-# checkpoint from before.
+# Your job has stood still for ten minutes with all GPUs at 100%. Or it runs, but a logged number can't be right. No
+# error says why. Both can come from one mistake: some rank called another collective than the rest. Which rank
+# was it, and on which line? **Put `with check_in_step():` from `fsdp_utils` around the training loop. At the first
+# collective that isn't the same on all ranks, rank 0 prints the line of each rank, and each rank raises an error.
+# Fix that line, and restart from a checkpoint that is older than the mistake.** If the calls agree and the gradients
+# are wrong all the same, [compare one step with one process](#Lies-without-a-wrong-collective).
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
 
 ROWS = [["gather A", "gather B", "sum losses"], ["gather A", "gather B", "sum losses"],
         ["gather A", "count spikes", "gather B"], ["gather A", "gather B", None]]
-fig, (axes,) = plots.figure(width=7.2, height=2.1)
+SAID = ["", "", "one call more: from call 2 on,\npaired with the wrong call", "has left the loop:\nthe others wait for it"]
+fig, (axes,) = plots.figure(width=9.2, height=2.1)
 for rank, calls in enumerate(ROWS):
     for place, call in enumerate(calls):
         odd = call != ROWS[0][place]
         look = {"edgecolor": plots.RANK_COLORS[5], "linewidth": 2.5} if odd else {"edgecolor": plots.FAINT}
         axes.barh(rank, 0.92, left=place - 0.46, height=0.62, facecolor=plots.CARD if odd else plots.FAINT, **look)
         axes.text(place, rank, call or "no call", ha="center", va="center", fontsize=8)
-axes.set(ylim=(3.6, -0.6), xlim=(-0.6, 2.6))
+    axes.text(2.6, rank, SAID[rank], va="center", fontsize=8)
+axes.set(ylim=(3.6, -0.6), xlim=(-0.6, 3.6))
 axes.set_yticks(range(4), [f"rank {rank}" for rank in range(4)])
 axes.set_xticks(range(3), ["call 1", "call 2", "call 3"])
 axes.tick_params(length=0)
@@ -26,24 +30,30 @@ axes.spines[:].set_visible(False)
 plots.show(fig, alt="Three calls of four ranks: rank 2 parts at call 2, and rank 3 makes no call 3.")
 
 # %% [markdown]
-# A drawing. Within a process group, calls are paired by their order: the second call of a rank is paired with
-# the second call of every other rank, whatever it means there. Rank 2 parts at call 2, and everything after
-# it is paired wrongly. Rank 3 makes no third call, so the others wait for it.
+# The drawing shows why one mistake has two faces. A collective does not say what it is for. Within a process
+# group, calls are paired by order alone: the second call of one rank meets the second call of every other rank.
+# Rank 2 has called one thing more, "count spikes", and it meets "gather B" of the others. We say that the ranks
+# **part** at call 2. From there on, every call of rank 2 is paired with a wrong one. Where kinds and sizes happen to
+# match, nobody notices, and the result is a lie. Rank 3 has left the loop, but the others need it for call 3, so
+# they wait: a hang.
 
 # %% tags=["card"]
 lesson.card(
     15,
-    learn="find the line on which ranks part, and gradients that are wrong although they don't",
+    learn="find the line on which ranks part, and gradients that are wrong although the ranks never part",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
     ranks="4 on the CPU, because some of them are ended (2 or 3 work: set `FSDP_RANKS`)",
-    minutes=(1, 14, 20),
+    minutes=(1, 19, 20),
 )
 
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. A rank whose loss is high counts a
-# spike; the others add up their losses. Every rank calls one `all_reduce` of one number.
+# The mistake in this script is an `if` that decides from this rank's own loss which number to add up over the
+# ranks: a rank with a high loss counts a spike, the others add up their losses. To provoke it, rank 1 gets
+# a batch that is 50 times too large in step 3. The loop runs twice, the second time under `check_in_step`.
+# In the output, compare step 3 with its neighbours before you read on. Save it as `train.py`, then run
+# `torchrun --nproc-per-node 4 train.py`.
 #
 # ```python
 # from contextlib import nullcontext
@@ -112,21 +122,35 @@ lesson.card(
 # If different lines are right here, use check_in_step(by_line=False).
 # ```
 #
-# Step 3 is a lie: rank 0 prints the sum of three losses and of one spike. Nothing raises an error, unless the
-# loop runs under `check_in_step`. It names the call and both lines, and it stops every rank.
+# Each loss is 0.03 to 0.05, so four of them add up to 0.13 to 0.18. In step 3, rank 1 took the other branch. But
+# both branches call `all_reduce` on one float32 number, so the calls fit, and rank 0 printed 1.10: three losses,
+# 0.10, plus rank 1's count of one. The right sum is 65.48. No error was raised, and the training went on.
+#
+# The second run prints the same lie, and then names it. One step makes ten calls: each of the three `Linear`
+# layers is gathered for forward and again for backward, and its gradient is reduce-scattered, which makes nine;
+# the tenth is the `all_reduce`. So **collective 40** is the last call of the fourth step, step 3. Ranks 0, 2 and 3
+# made it on line 36, and rank 1 on line 34. (`float32[]` is a tensor without dimensions, one number.) The report
+# came after step 4 because the calls are compared twice a second, and these steps take milliseconds.
+#
+# The lines show the cure: every rank makes the same call and brings both numbers.
+#
+# ```python
+# sums = torch.stack([loss.detach(), (loss > 1).float()])
+# dist.all_reduce(sums)
+# ```
 #
 # ## Five mistakes
 #
-# Each of these programs is an ordinary piece of training code with one mistake. `attempt(program)` (folded)
-# starts new ranks, calls `program(mesh)` on each, with collectives that wait 1.5 seconds at most, and returns
-# what each rank returned or raised.
+# The next visible cell has five ordinary pieces of training code, each with one mistake. Guess for each whether it
+# hangs or lies. They use two functions of the folded cell: `sharded(mesh)` is a small FSDP2 model of three blocks
+# and a head, and `weights_used(model)` says whether each block has computed with its own weights.
 
 # %%
 from fsdp_utils.notebook import ranks
 
 ranks.start(device="cpu")                       # for the turns; `attempt` starts ranks of its own
 
-# %%
+# %% jupyter={"source_hidden": true}
 import linecache
 import os
 import time
@@ -142,70 +166,42 @@ from torch.distributed.fsdp import fully_shard
 from fsdp_utils import check_in_step, run_on_ranks
 from fsdp_utils.lessons.tables import Table
 
+LIMIT_S, WORLD = 1.5, len(ranks.get("0"))
+
 
 class Model(nn.Module):                         # three blocks and a head; one of the blocks may be left out
     def __init__(self, widths):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(8, width) for width in widths)
-        self.head = nn.Linear(8, 2)
+        self.head = nn.Linear(8, 4)
 
     def forward(self, x, left_out=None):        # f32[batch, 8]
         for number, block in enumerate(self.blocks):
             x = x if number == left_out else x + block(x)[:, :8]
-        return self.head(x)                     # f32[batch, 2]
+        return self.head(x)                     # f32[batch, 4]
 
 
 def sharded(mesh, widths=(8, 8, 8)):
+    """Build the model under FSDP2; all weights of block n are n, and `used` has those it computes with."""
     model = Model(widths)
+    model.used = {}
+    for number, block in enumerate(model.blocks):
+        nn.init.constant_(block.weight, number)
     for part in [*model.blocks, model]:
         fully_shard(part, mesh=mesh)
+    for number, block in enumerate(model.blocks):
+
+        def note(block, _, number=number):
+            model.used[number] = block.weight[:, 0].tolist()
+
+        block.register_forward_pre_hook(note)
     return model
 
 
-def early_stop(mesh):                           # 1: leaves the loop on a local loss
-    model = sharded(mesh)
-    for step in range(4):
-        model(torch.ones(2, 8)).sum().backward()
-        if step == 2 and dist.get_rank() == dist.get_world_size() - 1:  # `loss < target`, say
-            break
-
-
-def unequal_batches(mesh):                      # 2: rank 0 has one batch more
-    model = sharded(mesh)
-    for _ in range(4 if dist.get_rank() == 0 else 3):
-        model(torch.ones(2, 8)).sum().backward()
-
-
-def save_on_rank_0(mesh):                       # 3: a gather under `if rank == 0`
-    model = sharded(mesh)
-    if dist.get_rank() == 0:
-        torch.save({name: value.full_tensor() for name, value in model.state_dict().items()}, "never.pt")
-
-
-def branch_on_loss(mesh):                       # 4: the script's
-    loss = torch.tensor([2.0 if dist.get_rank() == 0 else 0.5])
-    time.sleep(0.2)                             # stands for the step
-    if loss > 1.0:
-        spikes = torch.ones(1)
-        dist.all_reduce(spikes, group=mesh.get_group())
-        return f"{spikes.item():.1f} spikes"
-    dist.all_reduce(loss, group=mesh.get_group())
-    return f"a sum of losses of {loss.item():.1f}"
-
-
-def own_generator(mesh, widths=(8, 8, 8)):      # 5: stochastic depth, drawn from another seed on each rank
-    model, rows = sharded(mesh, widths), {}
-    for number, block in enumerate(model.blocks):
-        nn.init.constant_(block.weight, number)
-        block.register_forward_pre_hook(lambda block, _, n=number: rows.update({n: block.weight[:, 0].tolist()}))
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    model(torch.ones(4, 8), left_out=torch.randint(3, (1,), generator=generator).item())
-    mixed = [number for number, found in rows.items() if set(found) != {float(number)}]
+def weights_used(model):
+    """Say whether a block has computed with weights that are not its own."""
+    mixed = [number for number, found in model.used.items() if set(found) != {float(number)}]
     return f"weights of two blocks in block {mixed[0]}" if mixed else "right weights"
-
-
-# %% jupyter={"source_hidden": true}
-LIMIT_S, WORLD = 1.5, len(ranks.get("0"))
 
 
 def one_rank(program, cells, check):
@@ -239,31 +235,96 @@ def in_words(found):
     return "; ".join(dict.fromkeys(found))
 
 
+CURES = {
+    "early_stop": "stop on a number that all ranks have: turn 2",
+    "unequal_batches": "equally many batches on each rank: DistributedSampler",
+    "save_on_rank_0": "gather on all ranks, write on rank 0",
+    "branch_on_loss": "one call with both numbers, as above",
+    "own_generator": "one seed on all ranks, for all that decides which layer runs",
+    "other_sizes": "the same",
+}
+
+
 # %%
+def early_stop(mesh):                           # 1: one rank leaves the loop because its own loss is low
+    model = sharded(mesh)
+    for step in range(4):
+        model(torch.ones(2, 8)).sum().backward()
+        if step == 2 and dist.get_rank() == dist.get_world_size() - 1:   # stands for `loss < target`
+            break
+
+
+def unequal_batches(mesh):                      # 2: rank 0's loader has one batch more
+    model = sharded(mesh)
+    for _ in range(4 if dist.get_rank() == 0 else 3):
+        model(torch.ones(2, 8)).sum().backward()
+
+
+def save_on_rank_0(mesh):                       # 3: a gather under `if rank == 0`
+    model = sharded(mesh)
+    if dist.get_rank() == 0:
+        torch.save({name: value.full_tensor() for name, value in model.state_dict().items()}, "never.pt")
+
+
+def branch_on_loss(mesh):                       # 4: the script's
+    loss = torch.tensor([2.0 if dist.get_rank() == 0 else 0.5])
+    time.sleep(0.2)                             # stands for the step
+    if loss > 1.0:
+        spikes = torch.ones(1)
+        dist.all_reduce(spikes, group=mesh.get_group())
+        return f"{spikes.item():.1f} spikes"
+    dist.all_reduce(loss, group=mesh.get_group())
+    return f"a sum of losses of {loss.item():.1f}"
+
+
+def own_generator(mesh, widths=(8, 8, 8)):      # 5: stochastic depth: each rank draws which block to leave out
+    model = sharded(mesh, widths)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    model(torch.ones(4, 8), left_out=torch.randint(3, (1,), generator=generator).item())
+    return weights_used(model)
+
+
 def other_sizes(mesh):                          # 5 again, with blocks of different sizes
     return own_generator(mesh, widths=(8, 16, 24))
 
 
+# %% [markdown]
+# `attempt(program)` (folded) runs a program on new ranks, where a collective waits at most 1.5 seconds, and returns
+# what each rank returned or raised. First without a check. Read the middle column: three programs hang, two go on
+# with wrong numbers, and one loses a process.
+
+# %%
 PROGRAMS = [early_stop, unequal_batches, save_on_rank_0, branch_on_loss, own_generator, other_sizes]
 without = {program.__name__: attempt(program) for program in PROGRAMS}
 hangs = [name for name, found in without.items() if in_words(found).startswith("hangs")]
 assert hangs == ["early_stop", "unequal_batches", "save_on_rank_0"]
 assert "weights of two blocks" in in_words(without["own_generator"])
-Table(["program", "without a check"], [[name, in_words(found)] for name, found in without.items()])
+Table(["program", "without a check", "cure"], [[name, in_words(found), CURES[name]] for name, found in without.items()])
 
 # %% [markdown]
-# Which of the three you get, a hang, a lie or an abort, depends on sizes and on what the ranks call next, and
-# not on the kind of mistake. In `own_generator` the ranks gather different blocks at the same time, and get
-# weights that are glued together from two of them. With other sizes gloo ends a rank that receives more than
-# it has room for. (A rank that receives *less* gets no error from gloo.) NCCL does not compare sizes at all.
+# `branch_on_loss` is the script's lie again: 2.5 is rank 0's count, 1, plus three losses of 0.5, and rank 0 calls
+# it spikes.
 #
-# The time-out of a real job is 10 minutes with NCCL and 30 minutes with gloo, unless you pass `timeout=` to
-# `init_process_group`. Its message does not name the rank that is to blame.
+# `own_generator` is worse, because the lie goes into the model. Each rank leaves out one block, so all make the same
+# *number* of calls, of the same size, and nobody waits. But at call 2, after the root's, ranks 0, 1 and 3 gather
+# block 0, while rank 2, which leaves that one out, gathers block 1. Each gets three shards of block 0 and one of
+# block 1, and computes with them. In `other_sizes` only the sizes differ: a rank receives more bytes than it has room
+# for, and gloo ends its process. (Of fewer bytes gloo says nothing. NCCL's documentation calls unequal sizes
+# [undefined behaviour](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/collectives.html).)
+#
+# So the symptom does not tell you the mistake: whether it's a hang, a lie or an abort depends on the calls that
+# happen to meet. Nor does the error that ends a hang. It comes after 10 minutes with NCCL and 30 with gloo, unless
+# you pass `timeout=` to `init_process_group`, and it comes from the ranks that *waited*, not from the one to blame.
 #
 # ## `check_in_step` on each
 #
-# A thread on each rank publishes the rank's calls in the process group's store, twice a second, and rank 0
-# compares them: kind, dtype, shape, reduce operation, the FSDP unit, and the line.
+# What would tell you is a comparison of the calls, and `check_in_step` makes it while your program runs. It writes
+# down each call of a rank: kind, dtype, shape, reduce operation, FSDP2's unit, and your line. Twice a second a thread
+# puts the new ones into the process group's store, through which the ranks once found each other, and rank 0
+# compares. No collective is added.
+#
+# The next cell runs the five programs under it. Read the first line of each report: *part* means that different
+# calls met, *waits* that a rank will not come. Then look for the rank that stands alone.
 
 # %%
 checked = {program.__name__: attempt(program, check=True) for program in PROGRAMS[:5]}
@@ -272,34 +333,57 @@ for name, found in checked.items():
     print(name, report.strip(), sep="\n", end="\n\n")
 
 # %% [markdown]
-# All five, the two lies among them. (The sixth, `other_sizes`, may be ended by gloo before the ranks are
-# compared.) Rank 0 prints the report to stderr within about two seconds. With gloo, a rank that already waits
-# inside a collective raises it when its wait ends, at the latest at the time-out. With NCCL the watchdog ends
-# the process at the time-out, so read rank 0's stderr. Where a rank only stands still, it is reported after
-# 10 seconds, and nothing is raised. Set `timeout=` to some minutes.
+# It found all five, the two lies among them. Take the first report. A step of this model makes 11 calls: the root
+# (which holds the head) and three blocks are gathered in forward, the blocks again in backward, and the gradients of
+# all four are reduce-scattered. Three steps are 33 calls, so call 34 begins step four: three ranks gather the root,
+# and rank 3 *has left the block*, the `with` block. A shape is what the rank gives: 9 numbers are its quarter of the
+# head's 36, 18 its quarter of a block, and 72 the full gradient of a block. In the last report all ranks stand on
+# one line, in the model's `forward`; what differs is the unit, `blocks.0` or `blocks.1`. (FSDP1 and DDP are watched
+# too, without names of units.)
 #
-# **What it cannot see:** wrong values in equal calls from the same line; send, recv and `monitored_barrier`;
-# different lines of `broadcast`, `reduce`, `gather` and `scatter`; collectives of threads that the program
-# starts; and a rank that gloo ends first because too many bytes came, as in `other_sizes`. It ends a
-# *correct* program whose ranks call equal collectives from different lines, unless you pass `by_line=False`.
-# And it reports up to two seconds late, so the steps between the parting and the error have computed with
-# mixed data. **Afterwards, go back to a checkpoint from before.**
+# In your program:
 #
-# It costs 1 to 3% of a step of 20 to 45 ms with 23 collectives (`benchmarks/in_step.py`, two CPU ranks):
-# measure it at your size before you leave it on.
+# ```python
+# dist.init_process_group("nccl", timeout=timedelta(minutes=5))     # longer than your longest save or compilation
+# with check_in_step():
+#     for batch in loader:
+#         train_step(batch)
+# ```
+#
+# **What then happens.** Rank 0 prints the report to stderr within about two seconds, and each rank raises
+# `OutOfStep` at its next collective. With gloo, a rank that is already waiting raises it when the wait ends, at the
+# latest at the time-out. With NCCL, PyTorch's watchdog thread ends such a process at the time-out, so read rank 0's
+# stderr. A rank that is late but still in the block may be slow: rank 0 reports it after 10 seconds, and nothing
+# is raised.
+#
+# **Why an older checkpoint.** Until the report came, the ranks computed with mixed data, and a checkpoint of that
+# time contains the result.
+#
+# **What it costs.** On two CPU ranks, with 23 collectives in a step of 20 to 66 ms, a step took 1 to 5% longer
+# (`benchmarks/in_step.py`). GPUs may differ: use it for the first steps of new code, and measure before you leave
+# it on for good.
+#
+# **What it cannot see.** It compares calls, not values. It skips `send`, `recv`, `monitored_barrier` and
+# collectives from threads that your program starts; of `broadcast`, `reduce`, `gather` and `scatter` it compares no
+# lines; and gloo may end a rank first, as in `other_sizes`. It can also be too strict: a *correct* program may
+# make one call from two lines. `check_in_step(by_line=False)` accepts that, but misses the script's lie, whose
+# calls differ in nothing else.
 #
 # ## Your turn 1 · Who parts?
 #
-# Write the comparison. `calls` is the list of what this rank has called, each call as a text.
-# `who_parts(calls)` returns two things, on every rank the same: the number of the first call at which the
-# ranks differ, counted from 1, and a dictionary from each text to the list of the ranks that have it. A rank
-# that has called less has the text `"nothing"` there: `3, {"reduce 1": [0, 1, 2], "nothing": [3]}`. If all
-# lists are equal: `0, {}`.
+# Write the comparison, so that every rank knows the result.
+#
+# - **Given:** `calls`, a list of strings: what this rank has called, in order. Also `rank`, `world` and `dist`.
+# - **Return,** on every rank the same: the number of the first call at which the ranks differ, counted from 1; and
+#   a dictionary from each string found there to the list of ranks that have it. A rank whose list has ended has
+#   `"nothing"` there. If all lists are equal, return `0, {}`.
+# - **Example:** ranks 0 to 2 have `"reduce 1"` as their third call, and rank 3 has called only two: return
+#   `3, {"reduce 1": [0, 1, 2], "nothing": [3]}`.
 #
 # <details><summary>Hint</summary>
 #
 # `dist.all_gather_object(everyone, calls)` fills a list `everyone = [None] * world` on each rank.
-# `itertools.zip_longest` takes a `fillvalue`.
+# `itertools.zip_longest(*lists, fillvalue=...)` goes through several lists at once until the longest ends.
 #
 # </details>
 
@@ -320,7 +404,7 @@ from fsdp_utils.lessons.your_turn import NotYet, exactly, turn
 
 @turn(1, {
     "the last rank calls something else": exactly(
-        "right", lambda found: f"Expected call 3, with the ranks of each text in a list; found {found}."
+        "right", lambda found: f"Expected call 3, with the ranks of each string in a list; found {found}."
     ),
     "the last rank calls less": exactly(
         "right", lambda found: f'A list that has ended counts as "nothing" (`zip` stops too soon); found {found}.'
@@ -351,7 +435,7 @@ def score_parts(who_parts):
     for name, (calls, expected) in cases.items():
         answer = who_parts(list(calls))
         if not isinstance(answer, tuple | list) or len(answer) != 2 or not isinstance(answer[1], dict):
-            raise NotYet("Return a number and a dictionary: `number, {text: [ranks]}`.")
+            raise NotYet("Return a number and a dictionary: `number, {string: [ranks]}`.")
         answer = (int(answer[0]), {text: sorted(map(int, who)) for text, who in answer[1].items()})
         found[name] = "right" if answer == expected else f"`{answer[0]}, {answer[1]}`"
     return found
@@ -359,8 +443,9 @@ def score_parts(who_parts):
 
 # %%
 # %%turn 1
-def who_parts(calls):
-    return None                                 # your lines here: number, {text: [ranks]}
+def who_parts(calls):                           # list of str: what this rank has called
+    # bring the lists of all ranks together, then go through them call by call
+    return None                                 # your lines here: number, {string: [ranks]}
 
 
 # %% tags=["solution"] turn=1
@@ -455,11 +540,20 @@ def who_parts(calls):
 # %% [markdown]
 # ## Lies without a wrong collective
 #
-# Ranks can be in step and have wrong gradients. One comparison finds that: **one step against one process**.
-# Take the full gradients of one step on all ranks, and those of one process with all samples. Compare
-# gradients, or `exp_avg` of AdamW, and not losses: AdamW hides a factor in all gradients.
+# Ranks can make the same calls and still have wrong gradients, for example because they all read the same samples.
+# `check_in_step` says nothing then. One test finds such mistakes: **compare one step with one process.** Take a
+# small configuration of your model that one process can train, in float32 and without dropout. Let all ranks run
+# backward, each on its share of a batch, and gather the gradients with `full_tensor()`. Then let one process with
+# the same initial weights run backward on the whole batch. The two must agree up to rounding.
+#
+# Compare gradients, not losses. AdamW divides each gradient by a running mean of its size, so if all gradients are
+# twice too large, the weights hardly notice, and the loss curve looks right.
+#
+# `step_error` in the visible cell is that test, for you to copy; the lines below it try one right model and four
+# wrong ones. The helpers are folded: `build(seed)` makes the model, `fsdp(model)` shards it, and `loss_of(model,
+# rows)` is the mean loss over these rows of the batch.
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
 def build(seed=0):
     torch.manual_seed(seed)
@@ -481,10 +575,12 @@ def loss_of(model, rows):
     return (model(inputs[rows]) - targets[rows]).square().mean()
 
 
+# %%
+# %%ranks
 def step_error(model, rows):
-    """How far a step's gradients are from those of one process: 0.1 is a tenth of the largest one."""
+    """How far the gradients are from those of one process, as a part of the largest in the same parameter."""
     loss_of(model, rows).backward()
-    alone = build()
+    alone = build()                             # the same seed, so the same initial weights
     loss_of(alone, torch.arange(12 * world)).backward()
     worst = torch.zeros(1)
     for parameter, right in zip(model.parameters(), alone.parameters()):
@@ -495,33 +591,57 @@ def step_error(model, rows):
 
 
 rows = torch.arange(12 * world)
-equal = rows.chunk(world)[rank]
-unequal = rows[: 11 * world + 1] if rank == 0 else rows[11 * world + rank :][:1]
+equal = rows.chunk(world)[rank]                 # 12 samples on each rank
+unequal = rows[: 11 * world + 1] if rank == 0 else rows[11 * world + rank :][:1]    # of 4 ranks: 45, 1, 1 and 1
 no_sync = fsdp(build())
-no_sync.set_requires_gradient_sync(False)       # for accumulation, and never set back
+no_sync.set_requires_gradient_sync(False)       # for gradient accumulation, and never set back
 errors = {
-    "right": step_error(fsdp(build()), equal),
+    "none": step_error(fsdp(build()), equal),
     "each rank starts from its own weights": step_error(fsdp(build(seed=rank)), equal),
     "all ranks take the same samples": step_error(fsdp(build()), rows[:12]),
     "a mean of means over unequal shares": step_error(fsdp(build()), unequal),
     "gradient sync left off": step_error(no_sync, equal),
 }
 
-# %%
-errors = ranks.get("errors")[0]
-assert errors.pop("right") < 1e-5
-assert min(errors.values()) > 0.1
-Table(["the mistake, with FSDP2", "error of the gradients"], [[name, f"{e:.2f}"] for name, e in errors.items()])
+# %% jupyter={"source_hidden": true}
+errors, cures = ranks.get("errors")[0], {
+    "none": "",
+    "each rank starts from its own weights": "seed all ranks alike before the model, or load one file",
+    "all ranks take the same samples": "DistributedSampler, or a seed per rank after the model",
+    "a mean of means over unequal shares": "weigh each loss by its share of the samples, times the ranks",
+    "gradient sync left off": "switch it on before the last backward of a step",
+}
+assert errors["none"] < 1e-5
+assert min(error for name, error in errors.items() if name != "none") > 0.1
+Table(["the mistake, with FSDP2", "error", "cure"], [[name, f"{e:.2f}", cures[name]] for name, e in errors.items()])
 
 # %% [markdown]
-# A right step is equal up to rounding. Each of the others is off, in some parameter, by at least that
-# parameter's largest gradient, and none raises an error. With the sync left off, the sharded gradients are
-# never written: the error is 1.00, and the model does not learn.
+# Without a mistake the error is 0.00 (below 1e-5, rounded for the table). At 1.00, a gradient in some parameter is
+# off by as much as that parameter's largest. None of the mistakes raised an error.
+#
+# - **1.92:** `fully_shard` does not copy rank 0's weights to the others, as DDP does. Each rank keeps its rows of
+#   *its* weights, so the model is glued together from four.
+# - **5.43:** four ranks computed the same gradient of 12 samples, and 36 samples were never used.
+# - **10.12:** FSDP averages over *ranks*. Rank 0 has 45 samples and the others one each, so each lone
+#   sample counts a quarter, where one process gives it a 48th.
+# - **1.00:** with the sync off, FSDP2 never writes the sharded gradients. The optimizer finds none, and nothing is
+#   learned.
+#
+# The sizes belong to this small model; what counts is how far they are from rounding.
 #
 # ## Your turn 2 · Stop together
 #
-# Mend mistake 1. Write `should_stop(loss, target)`: `loss` is this rank's loss, a float. All ranks stop
-# together, when the mean of their losses is below the target. A NaN on one rank must not stop the training.
+# Mend mistake 1, `early_stop`: write the function that decides whether the loop ends.
+#
+# - **Given:** `loss`, the loss of this rank, and `target`, which is the same on all ranks. Both are floats.
+# - **Return** True or False, the same on every rank: whether the *mean* of all ranks' losses is below the target. A
+#   NaN on one rank is not below any target, so then no rank may stop.
+#
+# <details><summary>Hint</summary>
+#
+# `dist.all_reduce` adds up a tensor over the ranks, in place. A comparison with NaN is False.
+#
+# </details>
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -555,8 +675,9 @@ def score_stop(should_stop):
 
 # %%
 # %%turn 2
-def should_stop(loss, target):                  # float, float -> bool
-    return None                                 # your lines here
+def should_stop(loss, target):                  # this rank's loss, the target of all: floats
+    # first the mean of all ranks' losses, then the comparison
+    return None                                 # your lines here: the same True or False on every rank
 
 
 # %% tags=["solution"] turn=2
@@ -619,17 +740,32 @@ def should_stop(loss, target):
 # %% [markdown]
 # ## A job that hangs now
 #
+# You can't add `check_in_step` to a job that already stands. **Look before you kill it:** the stacks go with the
+# processes. `py-spy` needs nothing in your program. Dump the stack of every rank, and read the one that stands
+# elsewhere than the rest. With NCCL the Python line can mislead, because the CPU runs ahead of the GPU and stops
+# where it first needs a result, such as at `.item()`. The other tools are for the next run.
+#
 # | tool | tells you | does not see |
 # |:--|:--|:--|
-# | `py-spy dump --pid PID` on each rank, or `faulthandler.dump_traceback_later(240)` in each step of the program | the line on which each rank stands; read the odd one out first | where they parted; with NCCL, what the GPU waits for |
-# | NCCL's flight recorder: the watchdog writes one file per rank at a time-out (`TORCH_FR_DUMP_TEMP_FILE` is the prefix of their names), `torchfrtrace DIR` compares them | the last collectives of each rank, with their stacks | units and data |
-# | `TORCH_DISTRIBUTED_DEBUG=DETAIL` | kinds and shapes that differ, and a missing rank, before the call is issued | equal calls that mean different things |
-# | `dist.monitored_barrier` (gloo) | the first rank that did not come (`wait_all_ranks=True`: all of them) | where it is |
+# | `py-spy dump --pid PID`, for each rank | the line on which each rank stands | where they parted; what the GPU waits for |
+# | `faulthandler.dump_traceback_later(240)`, called in each step | the same, once a step has taken 240 s | the same |
+# | NCCL's flight recorder: at a time-out each rank writes a file (name: `TORCH_FR_DUMP_TEMP_FILE` plus the rank); `torchfrtrace DIR` compares them | the last collectives of each rank, with their stacks | units and values |
+# | the variable `TORCH_DISTRIBUTED_DEBUG=DETAIL` | before each call: a missing rank, other kinds or shapes | equal calls that mean different things |
+#
+# DETAIL is for when you can't install `fsdp_utils`. It puts a barrier before each call, and names the rank in hangs
+# and the shapes in `other_sizes`; but our script prints its 1.10 as before.
 #
 # ## One command
 #
-# `python -m fsdp_utils doctor --steps 5 train.py` runs a script that nobody changed on two ranks for five
-# optimizer steps, and says what is wrong. Of the script above it says, among others:
+# The last tool needs no change in your code. The **doctor** runs a script on two ranks of this machine, under
+# `check_in_step` and other checks, and says what is wrong. It watches three optimizer steps unless you ask for more,
+# and our outlier comes in the fourth:
+#
+# ```sh
+# python -m fsdp_utils doctor --steps 5 train.py
+# ```
+#
+# Of the script above it says, among others:
 #
 # ```text
 # error: ranks_part. The ranks call different collectives
@@ -638,8 +774,10 @@ def should_stop(loss, target):
 #   rank 1: all_reduce of float32[] by SUM, at train.py:34 `dist.all_reduce(spikes)`
 # ```
 #
-# It knows [42 faults](answers.md#findings-of-the-doctor), and each is tested on a script that has it and on
-# one that has not. It sees no more than the steps that it runs.
+# These are the two lines that you know. (The doctor counts from the second collective on, so its 39 is our 40.) Below
+# them it prints what the mistake costs, the cure, and the lesson to read. It exits with 1 if it has found an error
+# or a warning, so CI can run it. It looks for [42 faults](answers.md#findings-of-the-doctor), such as equal samples on
+# all ranks; each is tested on a script that has it and on one that has not. It sees nothing of later steps.
 #
 # ## When it goes wrong
 #
@@ -649,11 +787,11 @@ def should_stop(loss, target):
 # | `Timed out waiting`, `Watchdog caught collective operation timeout` | the same, after the limit | as above; the rank that reports it has waited |
 # | `Connection closed by peer` | another rank has ended | the first error in *its* output |
 # | `Received data size doesn't match expected size` | ranks are in different collectives | `TORCH_DISTRIBUTED_DEBUG=DETAIL`, which compares before the call |
-# | it hangs in the last step of an epoch | unequal numbers of batches | `DistributedSampler` gives each rank as many; a `DataLoader`'s `drop_last=True` over unequal parts does not |
+# | it hangs in the last step of an epoch | unequal numbers of batches | `DistributedSampler` gives all ranks equally many samples; `drop_last=True` over parts of unequal length need not |
 #
 # ## The rule
 #
-# What decides on a collective must be equal on all ranks. Run under `check_in_step` with a short `timeout`,
-# and compare one step with one process before a long run.
+# Whatever decides on a collective must be equal on all ranks. Run new code under `check_in_step` with a short
+# `timeout`, and compare one step with one process before a long run.
 #
 # [← lesson 14](14_plan_before_you_rent.ipynb) · [lesson 16 →](16_two_dimensions.ipynb)
