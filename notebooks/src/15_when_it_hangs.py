@@ -124,7 +124,7 @@ lesson.card(
 #
 # Each loss is 0.03 to 0.05, so four of them add up to 0.13 to 0.18. In step 3, rank 1 took the other branch. But
 # both branches call `all_reduce` on one float32 number, so the calls fit, and rank 0 printed 1.10: three losses,
-# 0.10, plus rank 1's count of one. The right sum is 65.48. No error was raised, and the training went on.
+# 0.10, plus rank 1's count of one. No error was raised, and the training went on.
 #
 # The second run prints the same lie, and then names it. One step makes ten calls: each of the three `Linear`
 # layers is gathered for forward and again for backward, and its gradient is reduce-scattered, which makes nine;
@@ -132,11 +132,13 @@ lesson.card(
 # made it on line 36, and rank 1 on line 34. (`float32[]` is a tensor without dimensions, one number.) The report
 # came after step 4 because the calls are compared twice a second, and these steps take milliseconds.
 #
-# The lines show the cure: every rank makes the same call and brings both numbers.
+# The lines show the cure: every rank makes the same call and brings both numbers. With these lines in place of the
+# branch, step 3 prints 65.48, the sum of all four losses.
 #
 # ```python
 # sums = torch.stack([loss.detach(), (loss > 1).float()])
 # dist.all_reduce(sums)
+# total, spikes = sums
 # ```
 #
 # ## Five mistakes
@@ -360,8 +362,8 @@ for name, found in checked.items():
 # time contains the result.
 #
 # **What it costs.** On two CPU ranks, with 23 collectives in a step of 20 to 66 ms, a step took 1 to 5% longer
-# (`benchmarks/in_step.py`). GPUs may differ: use it for the first steps of new code, and measure before you leave
-# it on for good.
+# (`benchmarks/in_step.py`). It was not measured on GPUs: use it for the first steps of new code, and measure before
+# you leave it on for good.
 #
 # **What it cannot see.** It compares calls, not values. It skips `send`, `recv`, `monitored_barrier` and
 # collectives from threads that your program starts; of `broadcast`, `reduce`, `gather` and `scatter` it compares no
