@@ -320,10 +320,9 @@ Table(["program", "without a check", "cure"], [[name, in_words(found), CURES[nam
 #
 # ## `check_in_step` on each
 #
-# What would tell you is a comparison of the calls, and `check_in_step` makes it while your program runs. It writes
-# down each call of a rank: kind, dtype, shape, reduce operation, FSDP2's unit, and your line. Twice a second a thread
-# puts the new ones into the process group's store, through which the ranks once found each other, and rank 0
-# compares. No collective is added.
+# `check_in_step` compares the calls while your program runs. It writes down each call of a rank: kind, dtype, shape,
+# reduce operation, FSDP2's unit, and your line. Twice a second a thread puts the new ones into the process group's
+# store, through which the ranks once found each other, and rank 0 compares. No collective is added.
 #
 # The next cell runs the five programs under it. Read the first line of each report: *part* means that different
 # calls met, *waits* that a rank will not come. Then look for the rank that stands alone.
@@ -776,10 +775,10 @@ def should_stop(loss, target):
 #   rank 1: all_reduce of float32[] by SUM, at train.py:34 `dist.all_reduce(spikes)`
 # ```
 #
-# These are the two lines that you know. (The doctor counts from the second collective on, so its 39 is our 40.) Below
-# them it prints what the mistake costs, the cure, and the lesson to read. It exits with 1 if it has found an error
-# or a warning, so CI can run it. It looks for [42 faults](answers.md#findings-of-the-doctor), such as equal samples on
-# all ranks; each is tested on a script that has it and on one that has not. It sees nothing of later steps.
+# (The doctor counts from the second collective on, so its 39 is our 40.) Below that it prints what the mistake costs,
+# the cure, and the lesson to read. It exits with 1 if it has found an error or a warning, so CI can run it. It looks
+# for [42 faults](answers.md#findings-of-the-doctor), such as equal samples on all ranks; each is tested on a script
+# that has it and on one that has not. It sees nothing of later steps.
 #
 # ## When it goes wrong
 #
