@@ -21,6 +21,7 @@ FIGURES: dict[str, Callable[[int], Any]] = {
         {"one": {"a": "x", "b": str(n)}, "two": {"a": "y", "b": "z"}}, above=["all"], below=["torch"], alt="a"
     ),
     "amounts": lambda n: plots.amounts({"p": {"one": {"a": 8, "b": n}, "two": {"a": 1}}}, unit="KiB"),
+    "calls": lambda n: plots.calls({"p": [["a", "b"], ["a", str(n)], ["a", "b"]]}, first=[n], alt="a"),
     "life_of_a_unit": lambda n: plots.life_of_a_unit(n + 2),
     "life_of_a_run": lambda n: plots.life_of_a_run(
         [RUN, {**RUN, "points": [(7 + n, 10), (15, 40)]}], every=10, unit="s", alt="a"

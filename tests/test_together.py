@@ -6,7 +6,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from fsdp_utils.lessons.together import run_together
+from fsdp_utils.lessons.together import gather_scores, run_together
 from tests.on_ranks import case, on_ranks
 
 
@@ -41,6 +41,12 @@ def swallows() -> int:
     return 1
 
 
+def all_gather_on_rank_0_before_the_scores() -> list[str]:
+    if dist.get_rank() == 0:
+        dist.all_gather_object([None, None], "of the answer")
+    return gather_scores(f"of rank {dist.get_rank()}")
+
+
 def returns_on_rank_0() -> int | None:
     return 1 if dist.get_rank() == 0 else None
 
@@ -56,6 +62,10 @@ DIFFER = "The ranks call different collectives: all_reduce of "
 TOLD = {  # by function: the sentence of each rank
     all_reduce: ("", ""),
     on_rank_0_only: (WAITS, WAITS),
+    all_gather_on_rank_0_before_the_scores: (
+        "A rank would wait for ever: all_gather of 16 bytes on rank 0, and no such call on rank 1.",
+    )
+    * 2,
     swallows: (WAITS, WAITS),
     two_kinds: (
         f"{DIFFER}8 bytes on rank 0; broadcast of 8 bytes on rank 1. Each would wait for the others.",
@@ -82,3 +92,8 @@ def test_ranks_that_part_are_told_at_once_and_the_group_stays() -> None:
             assert sentence == told[dist.get_rank()]
             assert all_reduce().sum().item() == 4
             assert time.monotonic() - began < 5
+
+
+@on_ranks()
+def test_scores_are_gathered_by_rank() -> None:
+    assert run_together(lambda: gather_scores(10 * dist.get_rank())) == ([0, 10], "")
