@@ -354,7 +354,7 @@ plots.calls(
 rows = []
 for name, report in reports.items():
     number, did = parsed(report)
-    alone = min(range(WORLD), key=lambda rank: did.count(did[rank]))
+    alone = min(range(WORLD), key=lambda rank: (did.count(did[rank]), "has left" not in did[rank]))
     line = re.search(r"`(.*)`", did[alone])[1]
     there = ("after " if "has left" in did[alone] else "") + (line if len(line) < 70 else line[:60] + " …")
     rows.append([name, "part" if "part" in report.splitlines()[0] else "wait", number, f"rank {alone}", there])
