@@ -219,8 +219,8 @@ def calls(panels: Mapping[str, Sequence[Sequence[str]]], *, first: Sequence[int]
     A panel has the texts of equally many calls for each rank; `first` has the number of its first call.
     """
     longest = [len(rows[0]) for rows in panels.values()]
-    fig, axes_of = figure(len(panels), width=max(7.5, 0.6 * sum(longest) + 0.9), height=2.4)
-    axes_of[0].get_gridspec().set_width_ratios([length + 0.8 for length in longest])
+    fig = Figure(figsize=(max(7.5, 0.6 * sum(longest) + 0.9), 2.4))
+    axes_of = fig.subplots(1, len(panels), squeeze=False, width_ratios=[n + 0.8 for n in longest])[0]
     for axes, start, (title, rows) in zip(axes_of, first, panels.items(), strict=True):
         for place, column in enumerate(zip(*rows, strict=True)):
             usual = max(column, key=column.count)
