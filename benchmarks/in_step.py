@@ -11,8 +11,10 @@ medians over pairs, the time with the check against that without it. Exits with 
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -24,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.machine import describe, options
 from fsdp_utils import check_in_step, run_on_ranks
+from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls
 
 COST = 1.05  # the limit: with the check, against without
 STEP_S = 0.020  # for steps of at least that
@@ -40,17 +43,29 @@ def measured(pairs: int) -> tuple[list[float], float, int]:
         fully_shard(part, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
 
+    def step(batch: int) -> None:
+        model(torch.randn(batch, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
     def block(batch: int) -> float:
         dist.barrier()
         began = time.perf_counter()
         for _ in range(STEPS):
-            model(torch.randn(batch, WIDTH)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(batch)
         return time.perf_counter() - began
 
     batch = torch.tensor(16)
     block(int(batch))
+    calls = 0
+
+    def count(_call: Call, issue: Callable[[], Any]) -> Any:
+        nonlocal calls
+        calls += 1
+        return issue()
+
+    with listen_to_calls(count):
+        step(int(batch))
     while int(batch) < 2**16:
         slowest = torch.tensor(min(block(int(batch)) for _ in range(3)) / STEPS)
         dist.all_reduce(slowest, dist.ReduceOp.MIN)
@@ -67,7 +82,7 @@ def measured(pairs: int) -> tuple[list[float], float, int]:
                 seconds[checked] = block(int(batch))
         ratios.append(seconds[True] / seconds[False])
         plain.append(seconds[False] / STEPS)
-    return ratios, statistics.median(plain), 3 * LAYERS - 1
+    return ratios, statistics.median(plain), calls
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ FIGURES: dict[str, Callable[[int], Any]] = {
     ),
     "amounts": lambda n: plots.amounts({"p": {"one": {"a": 8, "b": n}, "two": {"a": 1}}}, unit="KiB"),
     "resharding": lambda n: plots.resharding(60, saved_by=4, wanted_by=n + 1),
+    "calls": lambda n: plots.calls({"p": [["a", "b"], ["a", str(n)], ["a", "b"]]}, first=[n], alt="a"),
     "life_of_a_unit": lambda n: plots.life_of_a_unit(n + 2),
     "life_of_a_run": lambda n: plots.life_of_a_run(
         [RUN, {**RUN, "points": [(7 + n, 10), (15, 40)]}], every=10, unit="s", alt="a"

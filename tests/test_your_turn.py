@@ -108,6 +108,17 @@ def test_a_turn_in_the_notebook_needs_no_ranks(notebook: Notebook) -> None:
     assert "your code raised ZeroDivisionError: division by zero (line 2: return 1 / 0)" in said.shown
 
 
+def test_an_answer_never_meets_the_gather_of_its_score(notebook: Notebook) -> None:
+    notebook.run(
+        "%%ranks\nfrom fsdp_utils.lessons.together import gather_scores\n"
+        "@turn(4, {'of both': exactly(1, 'Count again.')})\n"
+        "def score(mine): return {'of both': sum(gather_scores(mine()))}"
+    )
+    assert "Right" in notebook.run("%%turn 4\ndef mine(): return rank").shown
+    alone = "%%turn 4\ndef mine():\n    if rank == 0: dist.all_gather_object([None, None], 1)\n    return rank"
+    assert "A rank would wait for ever: all_gather of" in notebook.run(alone).shown
+
+
 @pytest.mark.parametrize(
     ("goal", "found", "mark", "advice"),
     [

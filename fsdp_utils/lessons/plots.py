@@ -240,6 +240,31 @@ def resharding(rows: int, *, saved_by: int, wanted_by: int) -> Image:
     return show(fig, alt=alt)
 
 
+@in_look
+def calls(panels: Mapping[str, Sequence[Sequence[str]]], *, first: Sequence[int], alt: str) -> Image:
+    """Draw the calls of each rank in their order; an outline marks one that most ranks do not make.
+
+    A panel has the texts of equally many calls for each rank; `first` has the number of its first call.
+    """
+    longest = [len(rows[0]) for rows in panels.values()]
+    fig = Figure(figsize=(max(7.5, 0.6 * sum(longest) + 0.9), 2.4))
+    axes_of = fig.subplots(1, len(panels), squeeze=False, width_ratios=[n + 0.8 for n in longest])[0]
+    for axes, start, (title, rows) in zip(axes_of, first, panels.items(), strict=True):
+        for place, column in enumerate(zip(*rows, strict=True)):
+            usual = max(column, key=column.count)
+            for rank, text in enumerate(column):
+                odd = text != usual
+                edge = {"edgecolor": RANK_COLORS[5] if odd else FAINT, "linewidth": 2.5 if odd else 0}
+                face = CARD if odd else FAINT
+                axes.barh(rank, 0.88, left=place - 0.44, height=0.74, facecolor=face, **edge)
+                axes.text(place, rank, text, ha="center", va="center", fontsize=7)
+        _rows(axes, [f"rank {rank}" for rank in range(len(rows))], shown=axes is axes_of[0])
+        numbers = range(start, start + len(rows[0]))
+        axes.set_xticks(range(len(numbers)), [f"call {n}" if n == start else str(n) for n in numbers])
+        axes.set(xlim=(-0.6, len(numbers) - 0.4), title=title)
+    return show(fig, alt=alt)
+
+
 def _color(index: int) -> str:
     return RANK_COLORS[index % len(RANK_COLORS)]
 

@@ -11,6 +11,7 @@ from fsdp_utils.distributed.agreement import rank_names
 _PAIRED = {"send", "recv"}  # between two ranks, so not every rank has one
 _SAME_IN, _SAME_OUT = {"all_reduce", "reduce", "broadcast", "reduce_scatter"}, {"all_gather"}
 _CALL, _END, _ERROR = "call", "end", "error"
+_gathers_scores = False  # whether this rank is done with the answer's own calls
 
 
 class Parted(RuntimeError):
@@ -36,7 +37,9 @@ def run_together(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
     def listen(call: Call, issue: Callable[[], Any]) -> Any:
         if call.kind in _PAIRED or call.group.size() < dist.get_world_size():
             return issue()
-        if not parted:
+        if not parted and _gathers_scores:
+            exchange(_END)
+        elif not parted:
             exchange(_CALL, _words(call))
         if parted:
             raise Parted(parted)
@@ -55,6 +58,22 @@ def run_together(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
     if not parted:
         exchange(_END)
     return (None if parted else value), parted
+
+
+def gather_scores(found: Any) -> list[Any]:
+    """All-gather what a scoring function has found on each rank; returns it by rank.
+
+    Within `run_together`, a rank whose answer still calls a collective is told that the others do not; it
+    would meet an `all_gather_object` of the scoring function itself.
+    """
+    global _gathers_scores
+    everyone: list[Any] = [None] * dist.get_world_size()
+    _gathers_scores = True
+    try:
+        dist.all_gather_object(everyone, found)
+    finally:
+        _gathers_scores = False
+    return everyone
 
 
 def _words(call: Call) -> str:
