@@ -115,7 +115,9 @@ def test_an_answer_never_meets_the_gather_of_its_score(notebook: Notebook) -> No
         "def score(mine): return {'of both': sum(gather_scores(mine()))}"
     )
     assert "Right" in notebook.run("%%turn 4\ndef mine(): return rank").shown
-    alone = "%%turn 4\ndef mine():\n    if rank == 0: dist.all_gather_object([None, None], 1)\n    return rank"
+    alone = (
+        "%%turn 4\ndef mine():\n    if rank == 0: dist.all_gather_object([None, None], 1)\n    return rank"
+    )
     assert "A rank would wait for ever: all_gather of" in notebook.run(alone).shown
 
 
