@@ -162,8 +162,6 @@ Table(["on one H200", "seconds a step", "GiB at the peak"], [[way, f"{s:.3f}", f
 # forward, FSDP2 casts its shards and its inputs to `param_dtype`, then gathers. After the unit's backward it
 # casts the gradients to `reduce_dtype`, reduces them, casts the result to the shard's own dtype and stores it
 # as `.grad`. The shard's own dtype is the one in which you made the model: a policy never changes it.
-#
-# Start four ranks to see it.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -597,21 +595,17 @@ def faults(model, optimizer, step):
 faults = named                                       # a list
 
 # %% tags=["right"] turn=1
-def faults(model, optimizer, step):                  # asks the policies of the units
-    units = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
-    policies = [m._get_fsdp_state()._mp_policy for m in units]
-    words = ["reduction"] * any((p.reduce_dtype or p.param_dtype) == bf16 for p in policies)
-    words += ["parameters"] * any(p.dtype == bf16 for p in model.parameters())
-    return words + ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state_dict()["state"].values())
+def policies(model, *_):                             # asks the policies of the units
+    units = [m._get_fsdp_state()._mp_policy for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+    return {policy.reduce_dtype or policy.param_dtype for policy in units}
+faults = partial(named, reduction=policies)
 
 # %% tags=["right"] turn=1
 def faults(model, optimizer, step):                  # by the bytes
     with record_collectives(model) as trace:
-        step()
-    reduced = trace.bytes_by_kind()["reduce_scatter"] < 4 * sum(p.numel() for p in model.parameters())
-    words = {"reduction": reduced, "parameters": any(p.dtype == bf16 for p in model.parameters())}
-    words["moments"] = any(state["exp_avg"].dtype == bf16 for state in optimizer.state.values())
-    return {word for word, is_low in words.items() if is_low}
+        words = set(named(model, optimizer, step)) - {"reduction"}
+    low = trace.bytes_by_kind()["reduce_scatter"] < 4 * sum(p.numel() for p in model.parameters())
+    return words | {"reduction"} if low else words
 
 # %% tags=["wrong"] turn=1 says="watch the reduce-scatter"
 faults = partial(named, reduction=lambda model, *_: {p.grad.dtype for p in model.parameters()})
@@ -757,25 +751,14 @@ my_backward = lambda master, x: by_hand(master, x).item()
 
 # %% tags=["right"] turn=2
 from torch.distributed import _functional_collectives as functional
-
-def my_backward(master, x):
-    low = build().to(bf16)
-    low.load_state_dict(master.state_dict())
-    loss = F.mse_loss(low(x.bfloat16()).float(), x)
-    grads = torch.autograd.grad(loss, list(low.parameters()))
-    for p, grad in zip(master.parameters(), grads):
-        p.grad = functional.all_reduce(grad.float() / world, "sum", dist.group.WORLD).clone()
-    return loss
+my_backward = partial(by_hand, mean=lambda grad: functional.all_reduce(grad / world, "sum", dist.group.WORLD).clone())
 
 # %% tags=["right"] turn=2
 def my_backward(master, x):                          # one collective for all gradients
-    low = copy.deepcopy(master).to(bf16)
-    loss = F.mse_loss(low(x.to(bf16)).float(), x)
-    loss.backward()
-    flat = torch.cat([p.grad.float().flatten() for p in low.parameters()])
-    dist.all_reduce(flat)
+    loss = by_hand(master, x, mean=lambda grad: grad)
+    flat = summed(gradients(master)) / world
     for p, part in zip(master.parameters(), flat.split([p.numel() for p in master.parameters()])):
-        p.grad = part.view_as(p) / world
+        p.grad = part.view_as(p)
     return loss.detach()
 
 # %% tags=["wrong"] turn=2 says="cast to fp32 before you add up"
