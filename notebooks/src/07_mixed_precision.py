@@ -3,13 +3,13 @@
 #
 # Which tensor has which dtype in a training step, and does bf16 lose anything? **Keep the model in float32,
 # give `fully_shard` a `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`, and
-# leave autocast off.** Matrix products, activations and all-gathers then run in bf16: half the bytes, and on
-# the H200 below a step 4.3 times as fast as in fp32 without TF32. What must not be rounded stays in float32: the
-# sums of gradients over ranks and over micro-batches, the weights, and AdamW's moments.
+# leave autocast off.**
 #
-# Trained so, this lesson's small model has the loss of its fp32 run to three decimals. Made in bf16 itself, it gets
-# a fifth as far at a learning rate of 1e-4, and no error tells you. Nor does any tell you that `reduce_dtype` is
-# missing: then the gradient of 64 accumulated micro-batches is 0.8% off here, and with it 0.2%.
+# Matrix products, activations and all-gathers then run in bf16, at half the bytes. The weights, the optimizer's
+# state and the sums of gradients stay in float32. On the H200 below a step is 4.3 times as fast as in PyTorch's
+# default fp32, and this lesson's small model keeps the loss of its fp32 run to three decimals.
+#
+# Two mistakes raise no error: a model made in bf16, and a missing `reduce_dtype`. You measure what each costs.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots, recorded
@@ -19,14 +19,15 @@ MOMENTS = ("shards at rest", "all-gather", "forward matmul", "norm, softmax", "a
            "loss", "backward matmul", "reduce-scatter", ".grad", "AdamW's moments")
 COLORS = {"fp32": plots.RANK_COLORS[4], "bf16": plots.RANK_COLORS[1], "fp16": plots.RANK_COLORS[3]}
 
-
 def draw_dtypes(ways):
-    """One row for each way to train, one column for each moment of a step, coloured by dtype."""
+    """One row for each way to train, one column for each moment of a step; a frame: not as in the first row."""
     fig, (axes,) = plots.figure(width=9.8, height=max(1.6, 0.8 + 0.42 * len(ways)))
+    first = next(iter(ways.values()))
     for y, found in enumerate(ways.values()):
         for x, moment in enumerate(MOMENTS):
+            edge = "none" if found[moment] == first[moment] else plots.INK
             dtype = found[moment].replace("bfloat", "bf").replace("float", "fp")
-            axes.barh(y, 0.94, left=x - 0.47, height=0.8, color=COLORS.get(dtype, plots.FAINT))
+            axes.barh(y, 0.94, left=x - 0.47, height=0.8, color=COLORS.get(dtype, plots.FAINT), edgecolor=edge, linewidth=2)
             axes.text(x, y, dtype, ha="center", va="center", fontsize=9, color=plots.INK)
     axes.set_yticks(range(len(ways)), list(ways))
     labels = [moment.replace(" ", "\n").replace("-", "-\n").replace("at\n", "at ") for moment in MOMENTS]
@@ -42,24 +43,23 @@ def draw_dtypes(ways):
     axes.spines[:].set_visible(False)
     return plots.show(fig, alt=f"Dtypes at each moment of a step, for {', '.join(ways)}.")
 
-
 in_bf16 = {*MOMENTS[1:6], "backward matmul"}
 expected = {moment: "bfloat16" if moment in in_bf16 else "float32" for moment in MOMENTS}
 draw_dtypes({"one step": expected})
 
 # %% [markdown]
-# One training step under this policy; fp32 is float32, an activation is what the first layer
-# returns, and the output is what the model returns. A rank keeps its **shard**, its part of every parameter, in
-# fp32. FSDP casts the shard to bf16 before the all-gather, computes forward and backward in bf16, and goes back to
-# fp32 for the reduce-scatter, which averages the gradients over the ranks. From there to the optimizer everything
-# is fp32. The square of an operation shows the dtype of its input: the kernel of a norm or softmax still calculates in
-# fp32. The loss is your script's part: bf16 numbers between 2 and 4 are 1/64 apart, so a loss in bf16 moves in coarse
-# steps. `.float()` on the output prevents that.
+# This is one training step under that policy; fp32 is float32, and the square of an operation shows the dtype of its
+# input. A rank keeps its **shard**, its part of every parameter, in fp32. FSDP casts the shard to bf16 before the
+# all-gather, runs forward and backward in bf16, and casts the gradients back to fp32 before the reduce-scatter
+# averages them over the ranks. From there to the optimizer everything is fp32. The loss is your script's part:
+# `.float()` on the output keeps it from being rounded to bf16.
 #
-# **bf16** (bfloat16) has the range of fp32 in 16 bits, but only 8 significant bits where fp32 has 24. Matrix products get along with that, because their kernels add up in fp32 and
-# round the result (where cuBLAS splits a product, it may round the partial sums, too). A sum that is rounded to bf16
-# after each addition does not: a small number added to a large one can vanish. Training has three sums of that kind,
-# and this lesson measures each: gradients over ranks, gradients over micro-batches, and updates onto a weight.
+# **bf16** (bfloat16) has the range of fp32 in 16 bits, but only 8 significant bits where fp32 has 24. Matrix
+# products, norms and softmax get along with that, because their kernels add up in fp32 before they round.
+#
+# A sum that is rounded to bf16 after each addition does not: a small number added to a large one can vanish.
+# Training has three sums of that kind, and this lesson measures each: gradients over ranks, gradients over
+# micro-batches, and updates onto a weight.
 
 # %% tags=["card"]
 lesson.card(
@@ -140,26 +140,21 @@ lesson.card(
 #
 # Fewer bytes are one gain. The larger one is arithmetic: a GPU's tensor cores multiply bf16 matrices many times
 # faster than its other cores multiply fp32 ones. The table shows one H200, the only rank, that trains a Llama of 0.95
-# billion parameters with sequences of 2,048 tokens (FSDP2 with `param_dtype` alone, torch 2.11). The fp32 row is
+# billion parameters with two sequences of 2,048 tokens (FSDP2 with `param_dtype` alone, torch 2.11). The fp32 row is
 # PyTorch's default, without TF32; if you train with TF32 today, you gain less.
 
 # %% tags=["on-a-gpu"] jupyter={"source_hidden": true}
-measured = "1 ranks, 16 layers of width 2048, {} samples of 2048 tokens, strategy full, {}, checkpointing None"
 runs = {row["setting"]: row for part in ("planner", "selective") for row in recorded.load(part)["results"]["rows"]}
-of_two, fp32, of_four = runs["none, eager, batch of 2"], runs[measured.format(2, "fp32")], runs[measured.format(4, "bf16")]
-table = [["fp32", 2, fp32["step_s"][1], fp32["peak_allocated_gib"][1]],               # [planned, measured]
-         ["bf16, model in fp32", 2, of_two["step_s"], of_two["peak_allocated_gib"]],
-         ["bf16, model in fp32", 4, of_four["step_s"][1], of_four["peak_allocated_gib"][1]]]
-assert (f"{table[0][2] / table[1][2]:.1f}", f"{16 * 0.95e9 / 2**30:.1f}") == ("4.3", "14.2")
-Table(["on one H200", "sequences", "seconds a step", "GiB at the peak"],
-      [[way, n, f"{s:.3f}", f"{g:.1f}"] for way, n, s, g in table])
+fp32, bf16 = runs["1 ranks, 16 layers of width 2048, 2 samples of 2048 tokens, strategy full, fp32, checkpointing None"], runs["none, eager, batch of 2"]
+table = [["fp32", fp32["step_s"][1], fp32["peak_allocated_gib"][1]],                  # [planned, measured]
+         ["bf16, model in fp32", bf16["step_s"], bf16["peak_allocated_gib"]]]
+assert (f"{table[0][1] / table[1][1]:.1f}", f"{16 * 0.95e9 / 2**30:.1f}") == ("4.3", "14.2")
+Table(["on one H200", "seconds a step", "GiB at the peak"], [[way, f"{s:.3f}", f"{g:.1f}"] for way, s, g in table])
 
 # %% [markdown]
-# With two sequences the step is 4.3 times as fast. Larger batches of this model gain more: with twice the tokens a
-# step in bf16 takes only 12% longer, so at two the GPU often waits for Python. The memory
-# falls by a fifth at this batch: the policy halves most activations and the gathered copies, but not the 16 bytes
-# that each parameter has in weight, gradient and AdamW's moments (4, 4 and 8), 14.2 GiB here. FSDP divides these by
-# the number of ranks.
+# The step is 4.3 times as fast. The memory falls by a fifth only: the policy halves most activations and the gathered
+# copies, but not the 16 bytes that each parameter has in weight, gradient and AdamW's moments (4, 4 and 8), 14.2 GiB
+# here. FSDP divides these by the number of ranks.
 #
 # ## Every moment of a step
 #
@@ -167,8 +162,6 @@ Table(["on one H200", "sequences", "seconds a step", "GiB at the peak"],
 # forward, FSDP2 casts its shards and its inputs to `param_dtype`, then gathers. After the unit's backward it
 # casts the gradients to `reduce_dtype`, reduces them, casts the result to the shard's own dtype and stores it
 # as `.grad`. The shard's own dtype is the one in which you made the model: a policy never changes it.
-#
-# Start four ranks to see it.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -189,10 +182,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 torch.set_num_threads(1)
 rank, world = dist.get_rank(), dist.get_world_size()
-on_gpu = torch.cuda.is_available()
-device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 bf16, fp32 = torch.bfloat16, torch.float32
-
 
 class Net(nn.Module):
     def __init__(self):
@@ -202,11 +193,9 @@ class Net(nn.Module):
     def forward(self, x):                            # f32[batch, 16]
         return self.down(torch.softmax(self.norm(self.up(x)), -1))
 
-
 def build():
     torch.manual_seed(0)
     return Net().to(device)
-
 
 def sharded(param_dtype=None, reduce_dtype=None, made_in=fp32):
     return fully_shard(build().to(made_in), mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
@@ -220,7 +209,6 @@ def sharded(param_dtype=None, reduce_dtype=None, made_in=fp32):
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_utils.lessons.meter import ALL_GATHERS, REDUCE_SCATTERS      # names of operations
-
 
 class Probe(TorchDispatchMode):
     """Note in `seen` which dtypes go into each kind of operation."""
@@ -241,15 +229,15 @@ class Probe(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 # %% [markdown]
-# The folded cell trains one step in each of five ways, and its `probed` returns the dtype at each moment: with two
-# of the script's policies; with `torch.autocast` in place of a policy; with both; and with a model that was made in
-# bf16. A guess before you look: in which squares does the second row, without `reduce_dtype`, differ from the first?
+# The folded cell trains one step in each of four ways, and its `probed` returns the dtype at each moment: with two
+# of the script's policies, with `torch.autocast` in place of a policy, and with a model that was made in bf16. In the
+# figure, a frame marks what differs from the first row. A guess before you look: where does the second row,
+# without `reduce_dtype`, differ?
 
 # %% tags=["dtypes"] jupyter={"source_hidden": true}
 # %%ranks
 def name(dtypes):
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in set(dtypes)))
-
 
 def probed(model, context=contextlib.nullcontext):
     """Train one step, its forward in a context; return the dtype at each moment."""
@@ -271,12 +259,10 @@ def probed(model, context=contextlib.nullcontext):
     found["AdamW's moments"] = name(state["exp_avg"].dtype for state in optimizer.state.values())
     return found
 
-
 ways = {
     "bf16, reduced in fp32": probed(sharded(bf16, fp32)),
     "bf16, no reduce_dtype": probed(sharded(bf16)),
     "autocast, no policy": probed(sharded(), lambda: torch.autocast(device.type, bf16)),
-    "autocast and policy": probed(sharded(bf16, fp32), lambda: torch.autocast(device.type, bf16)),
     "policy, model made in bf16": probed(sharded(bf16, fp32, made_in=bf16)),
 }
 
@@ -291,7 +277,6 @@ draw_dtypes(ways)
 #   after it was rounded. So `.grad.dtype` cannot tell you how the gradients were added up.
 # - **autocast, no policy** gathers fp32, twice the bytes. Autocast casts a weight when an operation needs it,
 #   and by then the all-gather is over.
-# - **autocast and policy** adds nothing to the policy here. (On CUDA, autocast makes the norm and the softmax fp32.)
 # - **policy, model made in bf16**: weights, gradients and moments are bf16 for good. The policy casts for
 #   computing only.
 #
@@ -322,19 +307,16 @@ draw_dtypes(ways)
 def percent(total, exact):
     return f"{100 * float((total.double() - exact).norm() / exact.norm()):.2f}"
 
-
 def one_by_one(numbers):
     total = numbers[0].clone()
     for number in numbers[1:]:
         total += number
     return total
 
-
 def over_ranks(n, dtype):
     exact = [1 + 0.1 * torch.randn(2**14, generator=torch.Generator().manual_seed(r)) for r in range(n)]
     total = one_by_one([gradient.to(bf16).to(dtype) for gradient in exact])
     return percent(total, sum(gradient.double() for gradient in exact))
-
 
 def accumulated(n, model, dtype):
     for i in range(n):
@@ -343,11 +325,9 @@ def accumulated(n, model, dtype):
         F.mse_loss(model(x).to(dtype), x).backward()
     return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
 
-
 def over_micro_batches(n, reduce_dtype):
     exact = accumulated(n, sharded(made_in=torch.float64), torch.float64)
     return percent(accumulated(n, sharded(bf16, reduce_dtype), fp32), exact)
-
 
 table = [[what, label, *(error(n, dtype) for n in (1, 8, 64))]
          for what, error, of in (("ranks (simulated)", over_ranks, {"in bf16": bf16, "in fp32": fp32}),
@@ -359,16 +339,19 @@ table = [[what, label, *(error(n, dtype) for n in (1, 8, 64))]
 Table(["added up over", "how", "1, %", "8", "64"], ranks.get("table")[0])
 
 # %% [markdown]
-# In fp32 only the rounding of each gradient is left as an error, and more ranks or micro-batches do not add to it. In
-# bf16 each addition rounds again: 0.7% off with 64 ranks, 0.8% with 64 micro-batches. So `reduce_dtype` matters on
-# one GPU, too, if you accumulate. (NCCL's reduce-scatter of a mean in bf16 uses its ring, too: by its source, not run.)
+# In fp32 what is left is the error that each gradient has from bf16; in the mean of more ranks or micro-batches these
+# errors cancel in part. In bf16 each addition rounds again: 0.7% off with 64 ranks, 0.8% with 64 micro-batches.
+# (The lower two rows differ at one micro-batch already, because four ranks' gradients are added up there.) So
+# `reduce_dtype` matters on one GPU, too, if you accumulate.
 #
 # ## Why the model stays in fp32
 #
+# Subtract 0.001 from 1.0 in bf16 a thousand times, and it is still 1.0. The next smaller bf16 number is 1/256 away,
+# and a step of less than half that distance is rounded away. (Near a weight *w* the distance is *w*/256 to *w*/128.)
+#
 # The third sum is training itself: each step adds a small update to each weight. Under AdamW that update is at most
 # about as large as the learning rate: as large here, where each step has the same samples, and smaller where
-# gradients are noisy. Neighbouring bf16 numbers near a weight *w* are *w*/128 to *w*/256 apart, and an update of less
-# than half that distance is rounded away.
+# gradients are noisy.
 #
 # Does the loss show one of these sums? The folded `trained(lr, made_in, param_dtype, reduce_dtype)` trains the small
 # model for 250 steps. One process plays 64 ranks with a sample each and casts by hand, as you will in turn 2. Watch
@@ -380,7 +363,6 @@ Table(["added up over", "how", "1, %", "8", "64"], ranks.get("table")[0])
 from torch.func import functional_call, grad_and_value, vmap
 
 samples = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)).to(device)       # one for each rank
-
 
 def trained(lr, made_in=fp32, param_dtype=bf16, reduce_dtype=fp32):
     """Return the loss at each step, and the share of the weights that have moved by then."""
@@ -402,7 +384,6 @@ def trained(lr, made_in=fp32, param_dtype=bf16, reduce_dtype=fp32):
         moved = torch.cat([(p != old).flatten() for p, old in zip(model.parameters(), before)])
         shares.append(moved.float().mean().item())
     return losses, shares
-
 
 settings = {"fp32": {"param_dtype": fp32}, "the policy": {}, "no reduce_dtype": {"reduce_dtype": bf16},
             "made in bf16": {"made_in": bf16}}
@@ -435,10 +416,11 @@ Table(["learning rate", *(f"loss, {way}" for way in ways), "made in bf16: moved 
 # ([lesson 4](04_backward_prefetch.ipynb)).
 #
 # **Made in bf16** is the mistake that stops training at a small learning rate. At 1e-5, a learning rate of
-# fine-tuning, the loss stays where it was. After 50 steps 5.5% of the weights have moved, those near zero, where bf16
-# numbers lie close together. After 250 steps it is still 5.5%:
-# time does not help, because each step's update is rounded away on its own. At 1e-3 the weights move in coarse steps,
-# and the loss stays behind. What counts is the size of the update relative to its weight.
+# fine-tuning, the loss stays where it was; at 1e-4 it falls a fifth as far as in fp32. At 1e-3 the weights move in
+# coarse steps, and the loss stays behind.
+#
+# More time does not help, because each step's update is rounded away on its own. After 50 steps at 1e-5, 5.5% of the
+# weights have moved, those near zero, where bf16 numbers lie close together; after 250 steps it is still 5.5%.
 #
 # So load the model with `dtype=torch.float32`, or call `model.float()` before `fully_shard` (digits that were
 # rounded away in loading do not come back). The price is 16 bytes for each parameter instead of 8, over all ranks
@@ -447,9 +429,8 @@ Table(["learning rate", *(f"loss, {way}" for way in ways), "made in bf16: moved 
 # ## Check your own model
 #
 # Two mistakes are silent: weights in bf16, and a reduction in bf16. `python -m fsdp_utils doctor train.py` watches
-# the first three optimizer steps of your script and names both. Try it on the script above: it finds nothing, because
-# these steps are those of the float32 way. Now keep only the last of its `ways`, delete `, reduce_dtype=fp32` there,
-# and run it again (two lines of its answer, shortened):
+# the first three optimizer steps of your script and names both. Where the script above has only the last of its `ways`,
+# and there no `reduce_dtype=fp32`, it answers (two lines, shortened):
 #
 # ```text
 # error: bf16_masters. Trained parameters are held in 16 bits
@@ -482,8 +463,7 @@ if rank == 0:
 # ## Without bf16
 #
 # An A100, an L4, an H100 and anything newer computes in bf16; a V100 and a T4 don't. `bf16_support` looks for the
-# hardware, and tries a real all-reduce in bf16. (`torch.cuda.is_bf16_supported()` is also True
-# where bf16 is emulated.)
+# hardware, and tries a real all-reduce in bf16. (`torch.cuda.is_bf16_supported()` is also True where it is emulated.)
 
 # %% tags=["checker", "nbval-ignore-output"]
 # %%ranks
@@ -491,20 +471,19 @@ from fsdp_utils import bf16_support
 
 support = bf16_support(device)
 if rank == 0:
-    print(support)
+    print(str(support).splitlines()[0])              # the rest says why
 
 # %% [markdown]
 # On a GPU without bf16, take `param_dtype=torch.float16` with the same `reduce_dtype=torch.float32`, and a
-# **scaler**, because in fp16 a gradient below about 3e-8 becomes 0. The scaler multiplies the loss before
+# **scaler**, because in fp16 a gradient below half of its smallest number, 2⁻²⁴, becomes 0. The scaler multiplies the loss before
 # backward, divides the gradients before the optimizer's step, and skips a step with gradients that aren't finite:
 # `scaler.scale(loss).backward()`, `scaler.step(optimizer)`, `scaler.update()`, with
 # `scaler = torch.amp.GradScaler("cuda")` (under FSDP1 `ShardedGradScaler`, or the shards drift apart).
 #
 # ## Your turn 1 · What is bf16, and should not be?
 #
-# `faults(model, optimizer, step)` is called for five models; four of
-# them have something in bf16 that should be fp32, perhaps in one layer only. Return a set of those of these
-# three words that apply to the model:
+# `faults(model, optimizer, step)` is called for five models; four of them have something in bf16 that should be fp32,
+# perhaps in one layer only. Return a set of those of these three words that apply to the model:
 #
 # - `"parameters"`: a parameter is bf16 at rest
 # - `"reduction"`: a reduce-scatter runs in bf16
@@ -522,8 +501,21 @@ if rank == 0:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
+from functools import partial
+
 from fsdp_utils.lessons.your_turn import NotYet, exactly, turn
 
+def named(model, optimizer, step, **instead):
+    """The words that apply; instead: where else to look for the dtypes of a word."""
+    with Probe() as probe:
+        step()
+    found = {
+        "parameters": {p.to_local().dtype for p in model.parameters()},
+        "reduction": probe.seen["reduce-scatter"],
+        "moments": {state["exp_avg"].dtype for state in optimizer.state.values()},
+    }
+    found |= {word: look(model, optimizer, probe.seen) for word, look in instead.items()}
+    return [word for word, dtypes in found.items() if bf16 in dtypes]
 
 def set_up(made_in=fp32, down=None, down_reduce=fp32, moments=None):
     """A model whose layer `down` is a unit of its own, after one step: it, its optimizer, and a step."""
@@ -546,7 +538,6 @@ def set_up(made_in=fp32, down=None, down_reduce=fp32, moments=None):
             state[which] = state[which].to(moments)
     return model, optimizer, step
 
-
 MODELS = {
     "as it should be": ({}, set()),
     "made in bf16": ({"made_in": bf16}, {"parameters", "moments"}),
@@ -561,7 +552,6 @@ MISSED = {
 }
 ELSE = {"parameters": "gathered weights may be bf16", "reduction": "look at the reduce-scatter alone",
         "moments": "look at `optimizer.state` alone"}
-
 
 @turn(1, {
     "faults that were not found": exactly("none", lambda words: MISSED[words.split(", ")[0]]),
@@ -602,78 +592,33 @@ def faults(model, optimizer, step):
     return found
 
 # %% tags=["right"] turn=1
-def faults(model, optimizer, step):                  # a list
-    with Probe() as probe:
-        step()
-    dtypes = {
-        "parameters": {p.to_local().dtype for p in model.parameters()},
-        "reduction": probe.seen["reduce-scatter"],
-        "moments": {state["exp_avg"].dtype for state in optimizer.state.values()},
-    }
-    return [word for word, some in dtypes.items() if bf16 in some]
+faults = named                                       # a list
 
 # %% tags=["right"] turn=1
-def faults(model, optimizer, step):                  # asks the policies of the units
-    units = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
-    policies = [m._get_fsdp_state()._mp_policy for m in units]
-    words = ["reduction"] * any((p.reduce_dtype or p.param_dtype) == bf16 for p in policies)
-    words += ["parameters"] * any(p.dtype == bf16 for p in model.parameters())
-    return words + ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state_dict()["state"].values())
+def policies(model, *_):                             # asks the policies of the units
+    units = [m._get_fsdp_state()._mp_policy for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+    return {policy.reduce_dtype or policy.param_dtype for policy in units}
+faults = partial(named, reduction=policies)
 
 # %% tags=["right"] turn=1
 def faults(model, optimizer, step):                  # by the bytes
     with record_collectives(model) as trace:
-        step()
-    reduced = trace.bytes_by_kind()["reduce_scatter"] < 4 * sum(p.numel() for p in model.parameters())
-    words = {"reduction": reduced, "parameters": any(p.dtype == bf16 for p in model.parameters())}
-    words["moments"] = any(state["exp_avg"].dtype == bf16 for state in optimizer.state.values())
-    return {word for word, is_low in words.items() if is_low}
+        words = set(named(model, optimizer, step)) - {"reduction"}
+    low = trace.bytes_by_kind()["reduce_scatter"] < 4 * sum(p.numel() for p in model.parameters())
+    return words | {"reduction"} if low else words
 
 # %% tags=["wrong"] turn=1 says="watch the reduce-scatter"
-def faults(model, optimizer, step):                  # .grad does not tell how it was added up
-    step()
-    words = ["parameters"] * any(p.dtype == bf16 for p in model.parameters())
-    words += ["reduction"] * any(p.grad.dtype == bf16 for p in model.parameters())
-    return words + ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state.values())
-
+faults = partial(named, reduction=lambda model, *_: {p.grad.dtype for p in model.parameters()})
 # %% tags=["wrong"] turn=1 says="call `step()` inside"
-def faults(model, optimizer, step):                  # never calls step
-    with Probe() as probe:
-        words = ["parameters"] * any(p.dtype == bf16 for p in model.parameters())
-        words += ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state.values())
-    return words + ["reduction"] * (bf16 in probe.seen["reduce-scatter"])
-
+faults = lambda model, optimizer, step: named(model, optimizer, lambda: None)
 # %% tags=["wrong"] turn=1 says="moments of all parameters"
-def faults(model, optimizer, step):                  # the first moment alone
-    with Probe() as probe:
-        step()
-    p = next(model.parameters())
-    words = ["parameters"] * any(q.dtype == bf16 for q in model.parameters())
-    words += ["moments"] * (optimizer.state[p]["exp_avg"].dtype == bf16)
-    return words + ["reduction"] * (bf16 in probe.seen["reduce-scatter"])
-
+faults = partial(named, moments=lambda model, optimizer, _: {optimizer.state[next(model.parameters())]["exp_avg"].dtype})
 # %% tags=["wrong"] turn=1 says="look at the reduce-scatter alone"
-def faults(model, optimizer, step):                  # every collective
-    with Probe() as probe:
-        step()
-    words = ["parameters"] * any(p.dtype == bf16 for p in model.parameters())
-    words += ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state.values())
-    return words + ["reduction"] * (bf16 in probe.seen["reduce-scatter"] | probe.seen["all-gather"])
-
+faults = partial(named, reduction=lambda model, optimizer, seen: seen["reduce-scatter"] | seen["all-gather"])
 # %% tags=["wrong"] turn=1 says="gathered weights may be bf16"
-def faults(model, optimizer, step):                  # what is gathered is meant to be bf16
-    with Probe() as probe:
-        step()
-    words = ["parameters"] * (bf16 in probe.seen["all-gather"])
-    words += ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state.values())
-    return words + ["reduction"] * (bf16 in probe.seen["reduce-scatter"])
-
+faults = partial(named, parameters=lambda model, optimizer, seen: seen["all-gather"])
 # %% tags=["wrong"] turn=1 says="look at all parameters, at rest"
-def faults(model, optimizer, step):
-    with Probe() as probe:
-        step()
-    words = ["moments"] * any(s["exp_avg"].dtype == bf16 for s in optimizer.state.values())
-    return words + ["reduction"] * (bf16 in probe.seen["reduce-scatter"])
+faults = partial(named, parameters=lambda *_: set())
 
 # %% [markdown]
 # ## Your turn 2 · Mixed precision by hand
@@ -710,39 +655,36 @@ for _ in range(8):
     optimizer.step()
     optimizer.zero_grad()
 
+def summed(grad):
+    dist.all_reduce(grad)
+    return grad
 
-def mistaken(compute=bf16, of_loss=fp32, add_in=fp32, keep_in=fp32, times=1.0, alone=False):
-    """The first step's gradients, with one mistake in them or none."""
-    copied, found = build().to(compute), []
-    F.mse_loss(copied(batch.to(compute)).to(of_loss), batch.to(of_loss)).backward()
-    for p in copied.parameters():
-        grad = p.grad.to(add_in)
-        if not alone:
-            dist.all_reduce(grad)
-        found.append((grad.float() / (1 if alone else world) * times).to(keep_in).float().flatten())
-    return torch.cat(found)
-
-
-def low_backward(master, x):
-    """Backward of a bf16 copy whose gradients autograd casts to fp32: what most wrong answers begin with."""
-    low = {n: p.to(bf16) for n, p in master.named_parameters()}
-    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
+def by_hand(master, x, mean=lambda grad: summed(grad) / world, compute=bf16, of_loss=fp32):
+    """Backward of a low copy whose gradients autograd casts to fp32; most known answers are this with a mistake."""
+    low = {n: p.to(compute) for n, p in master.named_parameters()}
+    loss = F.mse_loss(functional_call(master, low, (x.to(compute),)).to(of_loss), x.to(of_loss))
     loss.backward()
+    for p in master.parameters():
+        p.grad = mean(p.grad)
     return loss
 
+def gradients(model):
+    return torch.cat([p.grad.float().flatten() for p in model.parameters()])
 
-MISTAKES = {
-    "They are too large by the number of ranks: divide the sum.": mistaken(times=world),
-    "They are too small by the number of ranks: divide by it once.": mistaken(times=1 / world),
-    "Each rank keeps its own: add up over all ranks, and divide by their number.": mistaken(alone=True),
-    "They were added up in bf16: cast to fp32 before you add up.": mistaken(add_in=bf16),
-    "They come from a model in fp32: compute with a bf16 copy.": mistaken(compute=fp32),
-    "The loss was taken in bf16, or against a rounded `x`: `.float()` on the output, and `x` as it is.": mistaken(of_loss=bf16),
-    "The mean was rounded to bf16: keep it in fp32.": mistaken(keep_in=bf16),
-    (STALE := "The first step is right, later ones are not: make a new copy in each call."): mistaken(),
+MISTAKES = {                                         # what is said of the first step's gradients
+    "They are too large by the number of ranks: divide the sum.": {"mean": summed},
+    "They are too small by the number of ranks: divide by it once.": {"mean": lambda grad: summed(grad) / world**2},
+    "Each rank keeps its own: add up over all ranks, and divide by their number.": {"mean": lambda grad: grad},
+    "They were added up in bf16: cast to fp32 before you add up.": {"mean": lambda grad: summed(grad.to(bf16)).float() / world},
+    "They come from a model in fp32: compute with a bf16 copy.": {"compute": fp32},
+    "The loss was taken in bf16, or against a rounded `x`: `.float()` on the output, and `x` as it is.": {"of_loss": bf16},
+    "The mean was rounded to bf16: keep it in fp32.": {"mean": lambda grad: (summed(grad) / world).to(bf16).float()},
+    (STALE := "The first step is right, later ones are not: make a new copy in each call."): {},
 }
+for why, mistake in MISTAKES.items():
+    by_hand(model := build(), batch, **mistake)
+    MISTAKES[why] = gradients(model)
 SAID = {}
-
 
 @turn(2, {
     "dtype of the weights that are kept": exactly("float32", "The master is no longer fp32: `.to(bf16)` changes a module itself."),
@@ -771,7 +713,7 @@ def score_backward(my_backward):
                 raise NotYet("A parameter of `master` has no gradient: set `p.grad` for each of them.")
             other += not torch.allclose(p.grad.float(), right, rtol=1e-3, atol=2e-6)
         if step == 0:
-            first = torch.cat([p.grad.float().flatten() for p in master.parameters()])
+            first = gradients(master)
         optimizer.step()
         optimizer.zero_grad()
     far = {why: ((first - grads).norm() / grads.norm()).item() for why, grads in MISTAKES.items()}
@@ -805,161 +747,58 @@ def my_backward(master, x):
     return loss
 
 # %% tags=["right"] turn=2
-def my_backward(master, x):                          # autograd casts the gradients back
-    low = {n: p.to(bf16) for n, p in master.named_parameters()}
-    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
-    loss.backward()
-    for p in master.parameters():
-        dist.all_reduce(p.grad, op=dist.ReduceOp.SUM)
-        p.grad.div_(world)
-    return loss.item()
+my_backward = lambda master, x: by_hand(master, x).item()
 
 # %% tags=["right"] turn=2
 from torch.distributed import _functional_collectives as functional
-
-def my_backward(master, x):
-    low = build().to(bf16)
-    low.load_state_dict(master.state_dict())
-    loss = F.mse_loss(low(x.bfloat16()).float(), x)
-    grads = torch.autograd.grad(loss, list(low.parameters()))
-    for p, grad in zip(master.parameters(), grads):
-        p.grad = functional.all_reduce(grad.float() / world, "sum", dist.group.WORLD).clone()
-    return loss
+my_backward = partial(by_hand, mean=lambda grad: functional.all_reduce(grad / world, "sum", dist.group.WORLD).clone())
 
 # %% tags=["right"] turn=2
 def my_backward(master, x):                          # one collective for all gradients
-    low = copy.deepcopy(master).to(bf16)
-    loss = F.mse_loss(low(x.to(bf16)).float(), x)
-    loss.backward()
-    flat = torch.cat([p.grad.float().flatten() for p in low.parameters()])
-    dist.all_reduce(flat)
+    loss = by_hand(master, x, mean=lambda grad: grad)
+    flat = summed(gradients(master)) / world
     for p, part in zip(master.parameters(), flat.split([p.numel() for p in master.parameters()])):
-        p.grad = part.view_as(p) / world
+        p.grad = part.view_as(p)
     return loss.detach()
 
 # %% tags=["wrong"] turn=2 says="cast to fp32 before you add up"
-def my_backward(master, x):                          # adds up in bf16
-    loss = low_backward(master, x)
-    for p in master.parameters():
-        dist.all_reduce(total := p.grad.to(bf16))
-        p.grad = total.float() / world
-    return loss
-
+my_backward = partial(by_hand, mean=lambda grad: summed(grad.to(bf16)).float() / world)
 # %% tags=["wrong"] turn=2 says="divide the sum"
-def my_backward(master, x):
-    loss = low_backward(master, x)
-    for p in master.parameters():
-        dist.all_reduce(p.grad)
-    return loss
-
+my_backward = partial(by_hand, mean=summed)
+# %% tags=["wrong"] turn=2 says="divide by it once"
+my_backward = partial(by_hand, mean=lambda grad: summed(grad / world) / world)
+# %% tags=["wrong"] turn=2 says="add up over all ranks"
+my_backward = partial(by_hand, mean=lambda grad: grad)
+# %% tags=["wrong"] turn=2 says="give it to all of them"
+my_backward = partial(by_hand, mean=lambda grad: dist.reduce(grad.div_(world), 0) or grad)
+# %% tags=["wrong"] turn=2 says="keep it in fp32"
+my_backward = partial(by_hand, mean=lambda grad: (summed(grad) / world).to(bf16).float())
+# %% tags=["wrong"] turn=2 says="compute with a bf16 copy"
+my_backward = partial(by_hand, compute=fp32)
 # %% tags=["wrong"] turn=2 says="The loss was taken in bf16"
-def my_backward(master, x):
-    low = {n: p.to(bf16) for n, p in master.named_parameters()}
-    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)), x.to(bf16))
-    loss.backward()
-    for p in master.parameters():
-        dist.all_reduce(p.grad.div_(world))
-    return loss
-
+my_backward = partial(by_hand, of_loss=bf16)
 # %% tags=["wrong"] turn=2 says="is it this rank's own loss"
-def my_backward(master, x):                          # the loss of all ranks
-    loss = low_backward(master, x)
-    for p in master.parameters():
-        dist.all_reduce(p.grad.div_(world))
-    dist.all_reduce(total := loss.detach())
-    return total / world
-
+my_backward = lambda master, x: summed(by_hand(master, x).detach()) / world
 # %% tags=["wrong"] turn=2 says="cast the gradient before you assign it"
-def my_backward(master, x):
-    low = copy.deepcopy(master).to(bf16)
-    loss = F.mse_loss(low(x.to(bf16)).float(), x)
-    loss.backward()
-    for small, high in zip(low.parameters(), master.parameters()):
-        high.grad = small.grad / world
-    return loss
-
+my_backward = partial(by_hand, mean=lambda grad: summed(grad).to(bf16) / world)
 # %% tags=["wrong"] turn=2 says="make a new copy in each call"
 def my_backward(master, x):                          # one copy for all steps
     low = master.__dict__.setdefault("low", copy.deepcopy(master).to(bf16))
     loss = F.mse_loss(low(x.to(bf16)).float(), x)
     for p, grad in zip(master.parameters(), torch.autograd.grad(loss, list(low.parameters()))):
-        dist.all_reduce(total := grad.float())
-        p.grad = total / world
-    return loss
-
-# %% tags=["wrong"] turn=2 says="give it to all of them"
-def my_backward(master, x):                          # to rank 0 alone
-    loss = low_backward(master, x)
-    for p in master.parameters():
-        dist.reduce(p.grad.div_(world), 0)
+        p.grad = summed(grad.float()) / world
     return loss
 
 # %% tags=["wrong"] turn=2 says="changed the weights of `master`"
-def my_backward(master, x):                          # rounds the weights for good
-    loss = F.mse_loss(master.to(bf16)(x.to(bf16)).float(), x)
-    loss.backward()
-    master.to(fp32)
-    for p in master.parameters():
-        dist.all_reduce(p.grad.div_(world))
-    return loss
-
-# %% tags=["wrong"] turn=2 says="cast the input of the copy"
-def my_backward(master, x):
-    return F.mse_loss(copy.deepcopy(master).to(bf16)(x).float(), x)
-
+my_backward = lambda master, x: by_hand(master.to(bf16).to(fp32), x)      # rounds them for good
 # %% tags=["wrong"] turn=2 says="The master is no longer fp32"
-def my_backward(master, x):
-    loss = F.mse_loss(master.to(bf16)(x.to(bf16)).float(), x)
-    loss.backward()
-    for p in master.parameters():
-        total = p.grad.float()
-        dist.all_reduce(total)
-        p.grad = (total / world).to(bf16)
-    return loss
-
+my_backward = lambda master, x: by_hand(master.to(bf16), x)
+# %% tags=["wrong"] turn=2 says="cast the input of the copy"
+my_backward = lambda master, x: F.mse_loss(copy.deepcopy(master).to(bf16)(x).float(), x)
 # %% tags=["wrong"] turn=2 says="autocast casts for each operation anew"
 def my_backward(master, x):                          # autocast, without a copy
     with torch.autocast(x.device.type, dtype=bf16):
-        loss = F.mse_loss(master(x).float(), x)
-    loss.backward()
-    for p in master.parameters():
-        dist.all_reduce(p.grad)
-        p.grad /= world
-    return loss
-
-# %% tags=["wrong"] turn=2 says="divide by it once"
-def my_backward(master, x):                          # divides twice
-    low = {n: p.to(bf16) for n, p in master.named_parameters()}
-    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
-    (loss / world).backward()
-    for p in master.parameters():
-        dist.all_reduce(p.grad.div_(world))
-    return loss
-
-# %% tags=["wrong"] turn=2 says="add up over all ranks"
-def my_backward(master, x):                          # of this rank alone
-    low = {n: p.to(bf16) for n, p in master.named_parameters()}
-    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
-    loss.backward()
-    return loss
-
-# %% tags=["wrong"] turn=2 says="compute with a bf16 copy"
-def my_backward(master, x):                          # computes in fp32
-    loss = F.mse_loss(master(x), x)
-    loss.backward()
-    for p in master.parameters():
-        dist.all_reduce(p.grad.div_(world))
-    return loss
-
-# %% tags=["wrong"] turn=2 says="keep it in fp32"
-def my_backward(master, x):                          # rounds the mean
-    low = {n: p.to(bf16) for n, p in master.named_parameters()}
-    loss = F.mse_loss(functional_call(master, low, (x.to(bf16),)).float(), x)
-    loss.backward()
-    for p in master.parameters():
-        dist.all_reduce(p.grad)
-        p.grad = (p.grad / world).to(bf16).float()
-    return loss
+        return by_hand(master, x, compute=fp32)
 
 # %% [markdown]
 # ## When it goes wrong

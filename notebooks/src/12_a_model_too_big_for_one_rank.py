@@ -3,10 +3,11 @@
 #
 # Llama 2 70B takes 257 GiB in float32. If each of the 8 ranks of a host builds and loads all of it, the host
 # needs 2 TiB of memory before FSDP has cut anything. How do the shards get their values, if no rank can hold
-# the complete model? **Let each rank read only its own rows of the file. A model of transformers does so in
-# `from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=...))`. Build any other model on the meta
-# device, where tensors have no memory; shard it, allocate memory for the shards, compute the buffers that no
-# file holds, such as rotary frequencies, then read.**
+# the complete model?
+#
+# **Let each rank read only its own rows of the file.** A model of transformers does so in
+# `from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=...))`. Any other model you build on the
+# meta device, where tensors have no memory, then shard, then fill from the file.
 
 # %% jupyter={"source_hidden": true}
 from matplotlib.patches import Rectangle
@@ -37,9 +38,9 @@ plots.show(fig, alt="What each of four ranks holds while it loads, for three way
 #
 # | your model | your way | the cost |
 # |:--|:--|:--|
-# | of transformers (run with 5.23) | `from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=world))`: it comes sharded, with another `dtype=` too | its units, its mesh: see the chart |
+# | of transformers (run with 5.23) | `from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=world))`: it comes sharded, with another `dtype=` too | transformers chooses the units and the mesh |
 # | of transformers, your own units; safetensors in the dtype that you train in | `from_pretrained(folder)`, then `fully_shard` (FSDP2), which moves one unit after the other to the GPU | on GPUs, each rank reads the complete file |
-# | any other | meta, `fully_shard`, `load_pretrained(folder, model)` | a module with unsaved buffers needs `reset_parameters` |
+# | any other | meta, `fully_shard`, `load_pretrained(folder, model)` | the file must be readable by parts, as safetensors is |
 #
 # For the first two rows, only [the chart](#The-memory-that-each-way-takes) remains to be read; the rest of the lesson
 # shows the third and its traps.
@@ -86,6 +87,7 @@ lesson.card(
 #     LlamaForCausalLM(config).save_pretrained(folder[0])       # stands for the checkpoint that you have
 # dist.barrier()
 #
+# shards = {}
 # for place in ("cpu", "meta"):
 #     with torch.device(place):
 #         model = LlamaForCausalLM(config)                      # on meta: shapes, no memory
@@ -96,7 +98,8 @@ lesson.card(
 #         fully_shard(part, mesh=mesh)
 #     if place == "meta":
 #         load_pretrained(folder[0], model)                     # on all ranks: each reads its own rows
-#     shards = sum(p.to_local().nbytes for p in model.parameters())
+#     shards[place] = [p.to_local().clone() for p in model.parameters()]
+#     after = sum(shard.nbytes for shard in shards[place])
 #     optimizer = torch.optim.AdamW(model.parameters())         # afterwards: load_pretrained makes new ones
 #     torch.manual_seed(1 + dist.get_rank())                    # other samples on each rank
 #     ids = torch.randint(64, (4, 30), device=device)
@@ -104,18 +107,20 @@ lesson.card(
 #     loss.backward()
 #     optimizer.step()
 #     if dist.get_rank() == 0:
-#         print(f"on {place}: {held / 2**20:.2f} MiB before sharding, {shards / 2**20:.2f} after; loss {loss:.3f}")
+#         print(f"on {place}: {held / 2**20:.2f} MiB before sharding, {after / 2**20:.2f} after; loss {loss:.3f}")
+# if dist.get_rank() == 0:
+#     print("both ways loaded the same shards:", all(map(torch.equal, *shards.values())))
 # dist.destroy_process_group()
 # ```
 # ```text
 # on cpu: 1.03 MiB before sharding, 0.26 after; loss 4.181
 # on meta: 0.00 MiB before sharding, 0.26 after; loss 4.181
+# both ways loaded the same shards: True
 # ```
 #
 # The first number is what rank 0 holds of the parameters before `fully_shard`: the complete model if it was
-# built on the CPU, nothing if it was built on meta. The second is a quarter of the model either way. The loss on
-# rank 0's samples shows that both ways loaded the same weights. Look at its third decimal: in an untrained
-# model *any* weights give about ln 64 = 4.16, and seeds 1 to 4 gave 4.169 to 4.176.
+# built on the CPU, nothing if it was built on meta. The second is a quarter of the model either way. The last line
+# compares rank 0's shards, bit by bit, as they were loaded.
 #
 # ## Shapes without memory
 #
@@ -167,15 +172,8 @@ Table(["model", "billions of parameters", "GiB in float32", "GiB if each of 8 ra
 
 # %%
 # %%ranks
-import tempfile
-import threading
-import warnings
-from pathlib import Path
-
-import psutil
 import torch
 import torch.distributed as dist
-import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -186,13 +184,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 from fsdp_utils import load_pretrained
-from fsdp_utils.lessons import tasks
 
-warnings.filterwarnings("ignore", "DTensor random operators")    # it warns on the CPU: see random values
 rank, world = dist.get_rank(), dist.get_world_size()
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
+import tempfile
+import warnings
+from pathlib import Path
+
+import transformers
+
+from fsdp_utils.lessons import tasks
+
+warnings.filterwarnings("ignore", "DTensor random operators")    # it warns on the CPU: see random values
 transformers.utils.logging.disable_progress_bar()
 place = [tempfile.TemporaryDirectory() if rank == 0 else None]
 shared = [place[0].name if rank == 0 else None]
@@ -210,11 +215,9 @@ if rank == 0:
     LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=4096)).save_pretrained(folder / "larger")
 dist.barrier()
 
-
 @torch.no_grad()
 def test_loss(model):
     return model(**task.test).loss.item()
-
 
 # %% tags=["trap"]
 # %%ranks
@@ -256,8 +259,7 @@ print("not in the file:", ", ".join(n for n, _ in model.named_buffers() if n not
 #
 # These two are frequencies of the rotary position embedding, which the constructor would have computed. They are
 # registered with `persistent=False`, so they are in no file and in no `state_dict`, and no check for missing keys
-# finds them. (It is `to_empty` that silences the fault: without it, `set_model_state_dict` allocates the
-# parameters itself, these buffers stay on meta, and the first forward raises.)
+# finds them.
 #
 # NaN would be lucky, because the loss would be NaN at once. Memory fresh from the operating system is full of
 # zeros instead, and on a GPU anything may be there. So we set both buffers to zero and compare `test_loss` with
@@ -327,23 +329,19 @@ print(module.rates.tolist()[:4])
 # %%ranks
 from fsdp_utils.lessons.your_turn import at_most, exactly, turn
 
-
 def with_extras(model):
     model.second_rotary = type(model.model.rotary_emb)(model.config)
     model.statistics = nn.BatchNorm1d(8)
     return model
 
-
 def unsaved(model):
     saved = model.state_dict()
     return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
-
 
 right_loss, right_buffers = losses["right"], unsaved(with_extras(right))
 if rank == 0:
     right.save_pretrained(folder / "extras")
 dist.barrier()
-
 
 @turn(1, {
     "tensors still on meta": exactly(0, "Some tensors have no memory: call `model.to_empty(device=\"cpu\")`."),
@@ -374,7 +372,6 @@ def score_prepare(prepare):
         "unsaved buffers with wrong values": wrong,
         "the loss is that of the saved model": None if wrong else abs(loss - right_loss) < 1e-3,
     }
-
 
 # %%
 # %%turn 1
@@ -437,14 +434,15 @@ def prepare(model):
 # %%ranks
 import ctypes
 import gc
+import threading
+
+import psutil
 
 whole = (folder / "larger" / "model.safetensors").stat().st_size
-
 
 def own():
     counted = psutil.Process().memory_info()
     return counted.rss - getattr(counted, "shared", 0)           # shared: pages of files, on Linux
-
 
 def peak_of(way):
     """The most own memory that a way adds, in complete models."""
@@ -464,7 +462,6 @@ def peak_of(way):
     over.set()
     thread.join()
     return (max(seen) - before) / whole
-
 
 # %% tags=["loading"]
 # %%ranks
@@ -513,7 +510,8 @@ for axes, title, of in zip(panels, ("rank 0", "the other ranks"), (found[:1], fo
     for row, name in enumerate(names):
         peak = max(one[name] for one in of)
         axes.barh(row, peak, height=0.6, color=plots.RANK_COLORS[0])
-        axes.text(max(peak, 1 / world) + 0.02, row, f"{peak:.2f}", va="center")
+        kept = ": pages of the file" if name == "distributed_config" else ""
+        axes.text(max(peak, 1 / world) + 0.02, row, f"{peak:.2f}{kept}", va="center")
     axes.axvline(1 / world, color=plots.INK, linestyle="--", linewidth=0.8)
     axes.set(title=f"{title}: own memory at the peak", xlabel="complete models; dashed: one shard", xlim=(0, 1.5))
     axes.set_yticks(range(len(names)), names if axes is panels[0] else [""] * len(names))
@@ -533,8 +531,7 @@ plots.show(fig, alt="Peak of a process's own memory in complete models, for six 
 #   mixed precision only as `fsdp_mixed_precision=True`: parameters in bfloat16, reductions in float32.
 # - *Rank 0 sends*: while the file is mapped, rank 0 owns little. If it converts the tensors, or loads a pickle
 #   that is not mapped, it owns a complete model beside its shard. The others hold a shard and a tensor or two, on
-#   the GPU if the shards are there. In `accelerate` this is `fsdp_cpu_ram_efficient_loading`, where one rank of
-#   each host loads, and unsaved buffers are kept.
+#   the GPU if the shards are there.
 # - *Each rank reads*: nobody owns more than a shard and a small buffer, no weights are sent, and each row is
 #   read once. All ranks must see the file, and it must be readable by parts: safetensors, or a checkpoint of
 #   `torch.distributed.checkpoint` ([lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb)).
@@ -602,14 +599,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdp_utils.lessons.meter import Meter
 
-
 def with_five_rows(model):
     model.few = nn.Linear(8, 5, bias=False)
     return model
 
-
 FIVE_ROWS = torch.arange(40.0).reshape(5, 8)
-
 
 @turn(2, {
     "parameters with values that the file lacks": exactly(
@@ -652,7 +646,6 @@ def score_load(load):
         "held beside the shards, % of the model": round(100 * held / sum(t.nbytes for t in whole.values())),
         "reads on ranks other than 0": len(reads) if rank else 0,
     }
-
 
 # %%
 # %%turn 2
@@ -783,7 +776,7 @@ print(f"strict=False: {untouched} parameters untouched, {len(keys.missing_keys)}
 # | a loaded model is as bad as an untrained one, no error | no name has matched, under `strict=False` with `broadcast_from_rank0` | leave `strict=True`, rename the keys |
 # | the loss is NaN or too high from the first step | a buffer that no file holds was never computed | turn 1; compare with a known loss |
 # | `Cannot copy out of meta tensor; no data!` | `.to(device)` on a model on meta; or, in the forward, a buffer that is still there | `to_empty`, buffers, load |
-# | the head is no longer tied to the embedding | `to_empty` before `fully_shard` makes a tensor for each name | shard first, both in one unit, or tie again before you shard |
+# | a head that shared the embedding's tensor is no longer tied to it | `to_empty` before `fully_shard` makes a tensor for each of the two names | shard first, both in one unit, or tie again before you shard |
 # | the host kills a rank while it loads | every rank loads the complete model | the rule below |
 # | a rank hangs in loading | `set_model_state_dict` under `if rank == 0` | call it on ALL ranks, on the others with `{}` |
 #

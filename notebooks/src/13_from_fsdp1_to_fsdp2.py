@@ -27,23 +27,6 @@
 # norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
 # weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 # ```
-#
-# The same words do not always train the same. The table has the differences that running both has shown, the
-# worst first; each needs its condition, and a **unit** is a module whose parameters are gathered together.
-#
-# | your program has | and if | FSDP1 | FSDP2 | what to do |
-# |:--|:--|:--|:--|:--|
-# | an optimizer's state in one file | saved without `use_orig_params` | one step count for each unit | every parameter adds to its unit's count | move through a folder |
-# | float32 inputs of a block | the root computes them; `param_dtype` is bf16 | leaves them in float32 | casts them to bf16 | `cast_forward_inputs=False` |
-# | `torch.save(model.state_dict())` on rank 0 | no `state_dict_type` is set | saves complete tensors | saves rank 0's shards | `get_model_state_dict`, as above |
-# | a layer that forward skips | forward uses others of its unit | weight decay and momentum move the layer | leaves the layer as it is | expect other losses |
-# | `no_sync()` | the strategy is `SHARD_GRAD_OP` | gathers once a step | gathers once a batch | `set_reshard_after_backward` |
-# | a parameter | the ranks do not divide its rows | packs it with its unit's others | pads it to a multiple of the ranks | `shard_placement_fn` |
-# | `no_sync()` in bf16 | `reduce_dtype` is float32 | adds gradients in bf16 | adds gradients in float32 | plan for twice these sums' bytes |
-# | BatchNorm in a bf16 unit | there is an `auto_wrap_policy` | keeps BatchNorm in float32 | error (on a CPU; no GPU tried) | make it a unit, in float32 |
-#
-# Why move? PyTorch's [tutorial](https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html) calls FSDP1
-# deprecated. A run that ends next week can end in FSDP1: torch 2.13 still has it.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots, tables
@@ -62,6 +45,9 @@ for name, size in SIZES.items():
     if size > 1000:
         axes.text(end + size / 2, 0.5, name, ha="center", va="center", fontsize=8)
     end += size
+for owner in range(4):
+    ink = "black" if owner else "white"
+    axes.text((owner + 0.5) * total / 4, 0, f"rank {owner}", ha="center", va="center", fontsize=8, color=ink)
 axes.plot([9312, 9312], [-0.35, 1.35], color=plots.INK, linewidth=0.8)       # where up.weight ends
 axes.set_yticks([0, 1], ["FSDP1: one flat parameter", "FSDP2: each parameter"])
 axes.set(ylim=(1.5, -0.5), xlabel=f"the {total:,} numbers of a block; a colour is the rank that holds them")
@@ -70,10 +56,27 @@ axes.spines[:].set_visible(False)
 plots.show(fig, alt="FSDP1 cuts the parameters of a block, laid end to end, in four; FSDP2 each of them.")
 
 # %% [markdown]
-# The drawing shows one block on four ranks; look at who holds `up.weight`, left of the line. FSDP1 lays all parameters of a unit
-# end to end, as one **flat parameter**, and cuts that into four, so two ranks share `up.weight`. FSDP2 cuts
-# each parameter by itself, so every rank holds a quarter of each, under its own name. The step counts, the
-# padding and the skipped layers follow from this cut; the other differences do not.
+# The drawing shows one block on four ranks; look at who holds `up.weight`, left of the line. A **unit** is a module
+# whose parameters are gathered together. FSDP1 lays all parameters of a unit end to end, as one **flat parameter**,
+# and cuts that into four, so two ranks share `up.weight`. FSDP2 cuts each parameter into four by itself, so every rank
+# holds a quarter of each, under its own name.
+#
+# So the same words do not always train the same. The table has the differences that running both has shown, the
+# worst first. Each needs its condition; step counts, padding and skipped layers follow from the cut above.
+#
+# | your program has | and if | FSDP1 | FSDP2 | what to do |
+# |:--|:--|:--|:--|:--|
+# | an optimizer's state in one file | saved without `use_orig_params` | counts steps once for each flat parameter | its parameters share that count, and each adds 1 a step | move through a folder |
+# | float32 inputs of a block | the root computes them; `param_dtype` is bf16 | leaves them in float32 | casts them to bf16 | `cast_forward_inputs=False` |
+# | `torch.save(model.state_dict())` on rank 0 | no `state_dict_type` is set | saves complete tensors | saves rank 0's shards | `get_model_state_dict`, as above |
+# | a layer that forward skips | forward uses others of its unit | weight decay and momentum move the layer | leaves the layer as it is | expect other losses |
+# | `no_sync()` | the strategy is `SHARD_GRAD_OP` | gathers once a step | gathers once a batch | `set_reshard_after_backward` |
+# | a parameter | the ranks do not divide its rows | packs it with its unit's others | pads it with rows until they do | `shard_placement_fn` |
+# | `no_sync()` in bf16 | `reduce_dtype` is float32 | adds gradients in bf16 | adds gradients in float32 | plan for twice these sums' bytes |
+# | BatchNorm in a bf16 unit | there is an `auto_wrap_policy` | keeps BatchNorm in float32 | error (on a CPU; no GPU tried) | make it a unit, in float32 |
+#
+# Why move? PyTorch's [tutorial](https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html) calls FSDP1
+# deprecated. A run that ends next week can end in FSDP1: torch 2.13 still has it.
 
 # %% tags=["card"]
 lesson.card(
@@ -195,10 +198,10 @@ lesson.card(
 # ## Moving a run
 #
 # **Move with the folder, as the script does.** The options of parameter groups, such as the learning rate, come
-# along; a scheduler and a sampler have a `state_dict` of their own, which FSDP does not change. A folder of
-# FSDP1's `SHARDED_STATE_DICT` loads as it is, under the keys with which it was saved: `dcp.load({"m": weights,
-# "o": moments}, checkpoint_id=…)`. One of `LOCAL_STATE_DICT` does not, because it holds pieces of flat
-# parameters: load it into FSDP1, on as many ranks as saved it, and save again.
+# along. A scheduler and a sampler have a `state_dict` of their own, which FSDP does not change.
+#
+# A folder of FSDP1's `SHARDED_STATE_DICT` loads as it is, under the keys with which it was saved. One of
+# `LOCAL_STATE_DICT` holds pieces of flat parameters: load it into FSDP1, on as many ranks as saved it, and save again.
 #
 # **If all you have is one file, its weights are right, but its step counts must be mended before you load the
 # optimizer's state**: that is your turn 2. Where do the script's 130 steps come from? FSDP1's optimizer saw flat
@@ -284,12 +287,10 @@ if rank == 0:
 # `torch.save` and `torch.load` keep them shared. Under FSDP2 each parameter adds 1 to its count in every
 # step, so the count of a layer with 12 parameters grows by 12: in the script, 10 + 10 · 12 = 130. A folder is
 # right because `dcp.load` copies each count into a tensor that the new optimizer already has, one for each
-# parameter. With `use_orig_params=True` FSDP1 has such tensors, too, so its file is right as it is. By torch's
-# source, a fused or capturable AdamW on a GPU copies each count when it loads; that was not run here.
+# parameter. With `use_orig_params=True` FSDP1 has such tensors, too, so its file is right as it is.
 #
-# AdamW uses the count to correct its averages for their start at zero. With its default betas the correction
-# multiplies an update by 0.16 at step 20, but by 0.35 at step 130, so the last step was more than twice as long
-# as it should have been. Some thousand steps later the correction is close to 1 whatever the count.
+# AdamW uses the count to correct its averages for their start at zero, so a wrong count gives updates of a wrong
+# length. That is why the script's third line has another loss.
 #
 # Look at what the *new* program saves, too: `model.state_dict()` on rank 0 holds rank 0's quarter of each
 # parameter. Saving it gives no warning. You learn it when you load, from
@@ -301,9 +302,9 @@ if rank == 0:
 # The bytes of a step are a quick check of a translation: with the same units, a gradient for each parameter, no
 # padding, and parameters that are freed at the same moments, both programs send the same number of KiB. The
 # next cell counts the second of two steps for seven pairs of programs. `unused` adds a layer to each block that
-# forward does not call, `frozen` freezes `up` of each block, `positions` adds a parameter of shape
-# `[1, 197, 48]`, and the `accumulate` functions add up two batches with `no_sync()` and its counterpart. In the
-# table, a single number holds for both programs, and the losses follow the second step.
+# forward does not call, `frozen` freezes `up` of each block, `positions` adds a parameter of shape `[1, 197, 48]`;
+# `with_no_sync` and `with_sync_off` add up two batches, in FSDP1 and in FSDP2. In the table, a single number holds
+# for both programs, and the losses follow the second step.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -339,28 +340,29 @@ def positions(model):                                   # as ViT's table of posi
 
 # %%
 # %%ranks
-def accumulate1(model):                                 # FSDP1
+def with_no_sync(model):                                # FSDP1
     with model.no_sync():
         step(model, 0)
     step(model, 1)
 
-def accumulate2(model, keep=True):                      # FSDP2
+def with_sync_off(model, keep=False):                   # FSDP2
     for number, last in ((0, False), (1, True)):
         model.set_requires_gradient_sync(last)          # reduce gradients only in the last batch
         if keep:
             model.set_reshard_after_backward(last)      # until then, keep the gathered parameters
         step(model, number)
 
-sync_only = partial(accumulate2, keep=False)
-zero2, kept = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, {"reshard_after_forward": False}
+grad_op1 = lambda: fsdp1(build(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+grad_op2 = lambda: fsdp2(build(), reshard_after_forward=False)
+sync_off_and_keep = partial(with_sync_off, keep=True)
 pairs = {
     "one batch": (sent(fsdp1(build())), sent(fsdp2(build()))),
     "unused layers": (sent(fsdp1(build(unused))), sent(fsdp2(build(unused)))),
     "frozen layers": (sent(fsdp1(build(frozen), use_orig_params=True)), sent(fsdp2(build(frozen)))),
     "shape [1, 197, 48]": (sent(fsdp1(build(positions))), sent(fsdp2(build(positions)))),
-    "FULL_SHARD, two batches": (sent(fsdp1(build()), accumulate1), sent(fsdp2(build()), sync_only)),
-    "SHARD_GRAD_OP, two batches": (sent(fsdp1(build(), **zero2), accumulate1), sent(fsdp2(build(), **kept), sync_only)),
-    "the same, and set_reshard_after_backward": (sent(fsdp1(build(), **zero2), accumulate1), sent(fsdp2(build(), **kept), accumulate2)),
+    "FULL_SHARD, two batches": (sent(fsdp1(build()), with_no_sync), sent(fsdp2(build()), with_sync_off)),
+    "SHARD_GRAD_OP, two batches": (sent(grad_op1(), with_no_sync), sent(grad_op2(), with_sync_off)),
+    "the same, and set_reshard_after_backward": (sent(grad_op1(), with_no_sync), sent(grad_op2(), sync_off_and_keep)),
 }
 
 # %% tags=["equality"]
@@ -399,8 +401,7 @@ assert all(odd[1][place] > odd[0][place] + 36 * (world - 1) for place in (0, 1))
 #   the number of ranks divides: here `Shard(2)` works; `Shard(1)` raises an error, as 4 ranks do not divide 197.
 # - **`no_sync()` under SHARD_GRAD_OP** does two things: it leaves gradients unreduced, and keeps the gathered
 #   parameters for the next batch. FSDP2 has a method for each. With the first alone the gathered bytes double;
-#   with both they are equal. Under `FULL_SHARD` the first is enough, as FSDP1 frees parameters between batches
-#   there, too, and without `no_sync()` both gather once a batch.
+#   with both they are equal. Under `FULL_SHARD` the first is enough: FSDP1 frees parameters between batches there, too.
 #
 # Zeros in the place of a missing gradient change more than bytes, because an optimizer takes them for a
 # gradient: with AdamW, FSDP1 decays an unused layer by `lr` · `weight_decay` in each step, and even without
@@ -787,7 +788,6 @@ def mended(state):
 # | the loss does not fall, the norm is 0, no error | `set_reshard_after_backward(False)` still held in the last batch, so forward uses the old gathered weights | set it to True before the last batch of a step |
 # | `unsupported format string passed to DTensor.__format__` | the norm is a DTensor | `norm.full_tensor().item()`, on all ranks |
 # | `mat1 and mat2 must have the same dtype` | `mp_policy` was given to the root alone | give it to each call |
-# | `aten._foreach_norm.Scalar got mixed torch.Tensor and DTensor` | clipping meets parameters in `ignored_params`, which are not sharded | reduce their gradients yourself; `get_total_norm` of each kind, combine, then `clip_grads_with_norm_` for each |
 # | `expected scalar type BFloat16 but found Float` | a BatchNorm inside a unit in bf16, on a CPU | `fully_shard` on the BatchNorm before its block, without a policy |
 # | `torch.distributed.tensor must be imported to load DTensors` | the file holds rank 0's shards | save `get_model_state_dict`'s result |
 # | `Missing key in checkpoint state_dict` | the old checkpoint is a `LOCAL_STATE_DICT` | load and save it with FSDP1 |
