@@ -1,37 +1,29 @@
 # %% [markdown]
-# # 17 · Fine-tune a real model
+# # 17 · Fine-tune: own loop, fsdp_utils.train or Trainer?
 #
 # You have a model, your own data and several GPUs. Who should run the training steps: a loop of your own,
 # transformers' `Trainer`, or this library's training program, `fsdp_utils.train`? **Take `Trainer` if you work with
 # transformers' datasets, metrics and callbacks; `fsdp_utils.train` if the run has to go on by itself after it was
-# interrupted; your own loop if a step is more than one loss.** Losses don't decide it, nor does the memory between
-# steps: all three shard the model by torch's `fully_shard` (FSDP2), so with the same settings they train the same.
-# But each has defaults and omissions of which no message tells you. This lesson finds them.
-
-# %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons import lesson, plots
-
-layers = {
-    "your own loop": ["the loop", "your loop", "you, by shard(model)", "you, by torch's DCP"],
-    "fsdp_utils.train": ["settings", "the program", "the program", "the program"],
-    "Trainer": ["TrainingArguments", "Trainer", "Accelerate", "Trainer and Accelerate"],
-}
-jobs = ["you write", "runs each step", "calls fully_shard", "saves checkpoints"]
-plots.layers(
-    {way: dict(zip(jobs, has)) for way, has in layers.items()},
-    above=["the same weights, samples, AdamW and clipping"], below=["torch's fully_shard (FSDP2)"],
-    alt="Three programs between what they are given and torch's fully_shard, which all three call.",
-)
-
-# %% [markdown]
-# In this drawing, the grey bands are what the three have in common: what goes in, and what shards the model. Each
-# row between them is a job, and each column says who does it. Accelerate is the library under `Trainer` that
-# decides how to distribute a model; DCP is `torch.distributed.checkpoint`, which saves each rank's shards.
+# interrupted; your own loop if the order of forward, backward and `optimizer.step()` is itself new.** Losses don't
+# decide it: on GPUs all three shard the model by torch's `fully_shard` (FSDP2), and with the same settings they train
+# the same. What should concern you are the differences that no error reports:
+#
+# | | your own loop | `fsdp_utils.train` | `Trainer` |
+# |:--|:--|:--|:--|
+# | the loss is | what you divide it by | the mean over all labels | the same for Llama; for BERT or T5 on 4 ranks 4 times as large |
+# | learning rate, if you set none | 0.001 (`AdamW`) | 0.0003 | 0.00005 |
+# | asked for bf16, it adds up gradients in | what you choose | float32 | bf16, unless you change it |
+# | a checkpoint of LoRA holds | what you choose | adapters and base | adapters |
+# | on CPU ranks it trains with | FSDP2 | FSDP2 | DDP |
+#
+# Each row has its section below, on CPU ranks. In all but the last row, `Trainer` was made to shard there.
 
 # %% tags=["card"]
+from fsdp_utils.lessons import lesson, plots
+
 lesson.card(
     17,
-    learn="choose a training program, and find where three of them differ although their losses do not",
+    learn="choose a training program, and find the differences between three of them that no error reports",
     needs="[lesson 7](07_mixed_precision.ipynb) and [lesson 9](09_child_tuning.ipynb)",
     minutes=(1, 20, 25),
 )
@@ -39,11 +31,11 @@ lesson.card(
 # %% [markdown]
 # ## The script
 #
-# It trains the same small Llama for three steps in three ways: by a loop, by the same loop with one argument more,
-# and by `Trainer` with `fsdp=True`, its switch for FSDP2. (`fsdp_utils.train` has a command of its own, shown
-# below.) Each sample is a question and its answer, and only the answer's tokens count in the loss: the others have
-# the label -100. Look at the line that computes `loss`, in which the two loops differ. Save it as `train.py`, then
-# run `torchrun --nproc-per-node 4 train.py`.
+# It trains the same small Llama for three steps in three ways: by a loop, by the same loop with another loss, and
+# by `Trainer` with `fsdp=True`, its switch for FSDP2. (`fsdp_utils.train` has a command of its own, shown below.)
+# Each sample is a question and its answer, and only the answer's tokens count in the loss: the others have the
+# label -100. Look at the line after `if by_labels`, which is all that the two loops differ in. Save the script as
+# `train.py`, then run `torchrun --nproc-per-node 4 train.py`.
 #
 # ```python
 # import torch
@@ -72,8 +64,11 @@ lesson.card(
 #     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
 #     for step in range(3):
 #         x, y = (rows[world * step + rank, None].to(device) for rows in (ids, labels))
-#         dist.all_reduce(count := (y[:, 1:] != -100).sum())        # the answers' tokens on all ranks
-#         loss = model(input_ids=x, labels=y, num_items_in_batch=count / world if by_labels else None).loss
+#         own = (y[:, 1:] != -100).sum()                            # labels here; nothing predicts the first token
+#         dist.all_reduce(labels_per_rank := own / world)           # a sum over the ranks: all labels / world
+#         loss = model(input_ids=x, labels=y).loss                  # the mean over this rank's labels
+#         if by_labels:
+#             loss = loss * own / labels_per_rank
 #         loss.backward()                                           # FSDP averages the gradients over the ranks
 #         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 #         optimizer.step()
@@ -110,45 +105,28 @@ lesson.card(
 # **The losses.** The first loop differs from `Trainer` at the first step, 4.138 against 4.122, before any weight
 # has changed: the two define the loss differently. In that step the four ranks have answers of 6, 2, 7 and 9
 # tokens. In the first loop each rank takes the mean over its own tokens, and FSDP takes the mean of these means. So
-# a token on the rank with 2 counts 4.5 times as much as one on the rank with 9. `Trainer` takes one mean, over all
-# 24 tokens. So does the second loop, by `num_items_in_batch` (explained under *Way 1*), and its losses are
-# `Trainer`'s.
+# a token on the rank with 2 counts 4.5 times as much as one on the rank with 9.
+#
+# The second loop takes one mean over all 24. `loss * own` turns a rank's mean back into the sum of its losses. The
+# sum is divided by `labels_per_rank`, 24 / 4 = 6, and FSDP's mean over the four ranks divides by 4 again. This works
+# for every model that returns a mean. (T5 and BERT predict the first label, too: count it there. And give each rank at
+# least one label, as the mean over none is NaN.)
 #
 # **The bytes.** A rank of either loop holds 164 KiB of weights, a quarter of the model. A rank of `Trainer` holds
-# all 658, because on CPU ranks `fsdp=True` has no effect: `Trainer` trains with DDP, and doesn't tell you.
+# all 658, because on CPU ranks `fsdp=True` has no effect: Accelerate, the library under `Trainer` that distributes
+# the model, switches FSDP on for GPUs and other accelerators only. The one trace is DDP's warning about
+# `find_unused_parameters`, left out above. So **a test of your `Trainer` on CPU ranks tests DDP**: look at
+# `trainer.is_fsdp_enabled`, which is False there.
 #
 # ## Which one?
 #
-# - **`Trainer`**: you write arguments and callbacks. If your script uses `Trainer` already, `fsdp=True` and torchrun
-#   are all that it takes on GPUs; `trainer.train(resume_from_checkpoint=True)` continues a run. In return you get
-#   the defaults of two libraries, some of which surprise.
-# - **`fsdp_utils.train`**: you write a module with a function that returns data and model; all else are settings.
-#   The same command, given again, continues from the last complete checkpoint, also on another number of ranks
-#   ([lesson 10](10_end_to_end.ipynb) kills it to show that). In return its step is fixed: one loss, AdamW, clipping.
-# - **Your own loop**: you write the fifteen lines above, and you need them as soon as a step has two models, a
-#   reward or a second optimizer. In return everything is yours to get right: what is counted, saved and resumed.
-#
-# The sections below measure this table:
-#
-# | | your own loop | `fsdp_utils.train` | `Trainer` |
-# |:--|:--|:--|:--|
-# | losses, gradient norms, bytes between steps | equal | equal | equal |
-# | on CPU ranks it trains with | FSDP2 | FSDP2 | DDP |
-# | asked for bf16, it adds up gradients in | what you choose | float32 | bf16, unless you change it |
-# | a checkpoint of LoRA holds | what you choose | adapters and base | adapters |
-#
-# Speed isn't in it, because seconds on CPU ranks say nothing about GPUs.
-#
-# ## Three programs, one curve
-#
-# There has to be something to fine-tune: a folded cell trains a Llama of three blocks to write dates in digits
-# (`7 march 1998>1998-03-07`) and saves it as the folder `base`, in the format of a model on the hub. The new task
-# is the way back, `1998-03-07>7 march 1998`, whose answers differ in length.
-#
-# `finetune.py` holds what all three programs are given: the samples, and the model, whose parameters are either all
-# trained (`full`) or frozen beneath [LoRA](09_child_tuning.ipynb) adapters (`lora`). For your own model and data
-# you'd change `BASE`, `encode` and `target_modules`. Each process loads the whole model into CPU memory before it
-# is sharded; where that doesn't fit, see [lesson 12](12_a_model_too_big_for_one_rank.ipynb).
+# - **`Trainer`** takes arguments and callbacks: with `fsdp=True` and torchrun, a script of yours that uses it is done.
+#   Another loss or a second model is no obstacle, as you may override `compute_loss`; TRL's trainers do.
+#   `trainer.train(resume_from_checkpoint=True)` continues a run, but raises a `ValueError` while there is no checkpoint.
+# - **`fsdp_utils.train`** takes a function that returns data and model, and settings. The same command, given again,
+#   continues from the last complete checkpoint, also on another number of ranks ([lesson 10](10_end_to_end.ipynb)
+#   kills it to show that). In return its step is fixed: one loss, AdamW, clipping.
+# - **Your own loop** leaves everything to you: what is counted, saved and resumed.
 
 # %% jupyter={"source_hidden": true}
 import os
@@ -162,7 +140,102 @@ from fsdp_utils.notebook import ranks
 home, folder = Path.cwd(), Path(tempfile.mkdtemp())
 os.chdir(folder)                                # the ranks find finetune.py and base/ there
 os.environ["OMP_NUM_THREADS"] = "1"             # as torchrun sets it
-ranks.start(preload=["transformers.models.llama.modeling_llama", "transformers.trainer", "peft"])
+ranks.start(preload=["fsdp_utils.lessons.programs", "transformers.models.llama.modeling_llama", "peft"])
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+import contextlib
+import json
+import math
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from transformers import TrainingArguments
+
+from fsdp_utils import shard
+from fsdp_utils.lessons.probe import Probe
+from fsdp_utils.lessons.programs import run_trainer, save_base, small, tensor_kib
+from fsdp_utils.train import DataConfig, OptimConfig, ParallelConfig, TrainConfig, rows_at, train as train_program
+
+rank, world = dist.get_rank(), dist.get_world_size()
+transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()
+warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")    # peft reads a renamed attribute
+warnings.filterwarnings("ignore", "FSDP2-wrapped module")                   # about writing into the model's output
+on_gpu, no_search = torch.cuda.is_available(), {"ddp_find_unused_parameters": False}      # it would warn
+device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+# %% [markdown]
+# ## A loss as many times too large as there are ranks
+#
+# How does `Trainer` get its mean over all labels? It counts them and gives the number to the model's `forward`, as
+# `num_items_in_batch`. A Llama adds up its losses and divides by that number, and `Trainer` multiplies by the number
+# of ranks, which undoes the mean that FSDP or DDP takes. BERT and T5 accept the argument, because their `forward` takes
+# `**kwargs`, and ignore it. They return a mean, and `Trainer` multiplies that, too.
+#
+# The next cell compares the loss of `Trainer` with the script's recipe, for one and for two micro-batches on each rank
+# (`gradient_accumulation_steps`). `run_trainer`, from `fsdp_utils/lessons/programs.py`, runs a `Trainer` with
+# `fsdp=True` and makes Accelerate shard on CPU ranks; all numbers of `Trainer` below come from it. T5 alone runs with
+# DDP, as Accelerate 1.15 raises over the embedding that encoder and decoder share (and over BERT's, unless you name the
+# block as the cell does). A ratio of 1 is right.
+
+# %%
+# %%ranks
+def labels_of(part):
+    return (part["labels"][:, 1:] != -100).sum()                # the first is -100 here for BERT and T5, too
+
+def labels_per_rank(parts):
+    """The number of labels in these micro-batches of a step, in the mean over the ranks."""
+    dist.all_reduce(count := sum(map(labels_of, parts)) / world)
+    return count
+
+torch.manual_seed(1)
+ids = torch.randint(64, (2 * world, 24))
+labels = ids.masked_fill(torch.arange(24) < torch.randint(1, 23, (2 * world, 1)), -100)
+rows, too_large = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels)], []
+for name, block in {"Llama": "LlamaDecoderLayer", "BERT": "BertLayer", "T5": None}.items():      # None: DDP
+    place = {"fsdp_config": {"transformer_layer_cls_to_wrap": [block]}} if block else {"fsdp": False, **no_search}
+    for n in (1, 2):
+        model = small(name).to(device)
+        parts = [{key: value[None].to(device) for key, value in row.items()} for row in rows[rank : n * world : world]]
+        with torch.no_grad():
+            right = sum(model(**part).loss * labels_of(part) for part in parts) / labels_per_rank(parts) / world
+        dist.all_reduce(right)
+        settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": n, "max_steps": 1}
+        (loss, _), *_ = run_trainer(small(name), rows, **place, **settings)
+        (model := small(name)).accepts_loss_kwargs = False
+        (mended, _), *_ = run_trainer(model, rows, **place, **settings)
+        too_large.append([name, n, round(loss / right.item(), 2), round(mended / right.item(), 2)])
+
+# %%
+too_large = ranks.get("too_large")[0]
+world = ranks.get("world")[0]
+assert [round(row[2] / max(1, world * row[1] * (row[0] != "Llama"))) for row in too_large] == [1] * 6
+Table(["model", "micro-batches", "Trainer's loss / mean over all labels", "with accepts_loss_kwargs = False"], too_large)
+
+# %% [markdown]
+# The losses of BERT and T5 are too large by the number of ranks times that of micro-batches, and so are their gradients.
+# Clipping and AdamW hide that from the weights, so only the numbers look wrong. The cure is one line before
+# `Trainer(...)`: `model.accepts_loss_kwargs = False`. Then `Trainer` doesn't count, and takes a mean of means, which
+# is near the right one, as the last column shows. The script's loop is right for all three, because it doesn't need
+# `num_items_in_batch`.
+#
+# ## With equal settings, equal losses
+#
+# Do the three train the same if you ask them for the same? What they fine-tune is a Llama of three blocks, which a
+# folded cell trains to write dates in digits (`7 march 1998>1998-03-07`) and saves as the folder `base`, in the format
+# of a model on the hub. The new task is the way back, `1998-03-07>7 march 1998`, whose answers differ in length.
 
 # %%
 # %%writefile finetune.py
@@ -174,10 +247,10 @@ from fsdp_utils.lessons import tasks
 
 BASE = "base"                                   # a folder, or the name of a model on the hub
 
-def full():
+def full():                                     # all parameters are trained
     return AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
 
-def lora():
+def lora():                                     # adapters are trained, and the model beneath is frozen
     torch.manual_seed(0)                        # the same adapters on every rank
     return get_peft_model(full(), LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
 
@@ -188,92 +261,59 @@ def encode(pairs):                              # ids and labels, i64[dates, lon
     labels[:, :11] = -100                                    # the question, `1998-03-07>`
     return {"input_ids": ids, "labels": labels}
 
-def task(build):                                # for fsdp_utils.train: a model, samples to train and to test
-    return tasks.Task(build, *map(encode, tasks.date_pairs()), predicts_next=True)
-
-def full_task():
-    return task(full)
+def full_task():                                # for fsdp_utils.train: a model, samples to train and to test
+    return tasks.Task(full, *map(encode, tasks.date_pairs()), predicts_next=True)
 
 def lora_task():
-    return task(lora)
+    return tasks.Task(lora, *map(encode, tasks.date_pairs()), predicts_next=True)
 
-# %%
-# %%ranks
-import contextlib
-import json
-import os
-import sys
-import warnings
-from functools import partial
-from pathlib import Path
-from unittest.mock import patch
-
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import transformers
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from transformers import PrinterCallback, Trainer, TrainingArguments
-
-from fsdp_utils import shard
-from fsdp_utils.lessons import tasks
-from fsdp_utils.lessons.probe import Probe
-from fsdp_utils.train import DataConfig, OptimConfig, ParallelConfig, TrainConfig, rows_at, train as train_program
-
-rank, world = dist.get_rank(), dist.get_world_size()
-BATCH, STEPS, LR, BETAS, CLIP, SEED = 24, 10, 3e-3, (0.9, 0.95), 1.0, 16
+# %% [markdown]
+# For your own model and data change `BASE`, `target_modules` and `encode`. `encode` returns a dict of tensors with a
+# row for each sample: ids from your tokenizer, padded, and labels that are -100 for prompt and padding. `tasks.Task`
+# only holds the function that builds the model and two such dicts, to train and to test. Each process loads the whole
+# model into CPU memory before it is sharded; where that doesn't fit, see
+# [lesson 12](12_a_model_too_big_for_one_rank.ipynb), and for `Trainer` `cpu_ram_efficient_loading` of `fsdp_config`.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-transformers.utils.logging.disable_progress_bar()
-transformers.utils.logging.set_verbosity_error()
-warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")    # peft reads a renamed attribute
-on_gpu = torch.cuda.is_available()
-device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+BATCH, STEPS, LR, BETAS, CLIP, SEED = 24, 10, 3e-3, (0.9, 0.95), 1.0, 162
 if rank == 0:
-    base, dates = tasks.dates_llama().build(), tasks.dates_llama()
-    del base.model.layers[3:]
-    base.config.num_hidden_layers = 3
-    optimizer = torch.optim.AdamW(base.parameters(), lr=3e-3)
-    for step in range(100):
-        base(**dates.batch(step)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    base.save_pretrained("base")
+    save_base("base")
 dist.barrier()                                  # the others wait for the folder
 sys.path.insert(0, "")                          # finetune.py is in the working directory
 import finetune
 
-data = finetune.task(None).train
+data = finetune.full_task().train
 program_log = Path("program.log").open("a")     # noqa: SIM115  what fsdp_utils.train would print
-order = rows_at(0, BATCH * 16, len(data["labels"]), SEED)     # i64[384]; in step 1 a mean of means is 0.6% off or more
+order = rows_at(0, BATCH * 16, len(data["labels"]), SEED)     # i64[384]; in step 1 any mean of means is 0.2% off or more
+rows = [{name: tensor[row] for name, tensor in data.items()} for row in order.tolist()]
 
 def share(step, parts=1):
     """This rank's samples of a step, in so many micro-batches: a list of dicts of tensors."""
     rows = order[BATCH * step : BATCH * (step + 1)].view(parts, world, -1)[:, rank]
     return [{name: tensor[part].to(device) for name, tensor in data.items()} for part in rows]
 
+def by_program(how, model, steps=STEPS, precision="fp32", out="program", optim=None):
+    optim = optim or OptimConfig(lr=LR, betas=BETAS, weight_decay=0.0, decay="none", clip=CLIP)
+    data = DataConfig(source=f"finetune:{how}_task", batch_size=BATCH)
+    place = ParallelConfig(precision=precision, device="auto" if on_gpu else "cpu")
+    config = TrainConfig(f"{out}-{how}", steps=steps, data=data, optim=optim, parallel=place, seed=SEED)
+    with patch.object(finetune, how, lambda: model), contextlib.redirect_stderr(program_log):
+        train_program(config)                   # it trains the model that the probe watches
+    dist.barrier()                              # rank 0 has written the file
+    lines = [json.loads(line) for line in Path(config.out, "metrics.jsonl").read_text().splitlines()]
+    return [(line["loss"], line["norm"]) for line in lines if "loss" in line]
+
 # %% [markdown]
-# **Way 1, your own loop.** As in the script, the line to understand is the one with `num_items_in_batch`. Given
-# that number, a Llama of transformers adds up the losses of its labels and divides the sum by the number. FSDP then
-# averages the gradients over the ranks, which divides once more, by the number of ranks. For the result to be the
-# mean over all labels, the number must be the labels of all ranks, divided by the number of ranks. That is what
-# `labels_per_rank` returns. Its argument `parts` is this rank's list of batches for one step, which the folded
+# **Way 1, your own loop**, is the script's. `parts` is this rank's list of batches for one step, which the folded
 # `share(step)` makes: one batch for now, two in turn 2.
 
 # %%
 # %%ranks
-def labels_per_rank(parts):
-    """The number of labels in these batches of a step, in the mean over the ranks."""
-    count = sum((part["labels"][:, 1:] != -100).sum() for part in parts)    # nothing predicts the first token
-    dist.all_reduce(count)
-    return count / world
-
-def plain_step(model, optimizer, parts):
-    loss = model(**parts[0], num_items_in_batch=labels_per_rank(parts)).loss
+def plain_step(model, optimizer, parts, clip=CLIP):
+    loss = model(**parts[0]).loss * labels_of(parts[0]) / labels_per_rank(parts)
     loss.backward()                                             # FSDP averages the gradients over the ranks
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)         # of all ranks' shards together
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)         # of all ranks' shards together
     optimizer.step()
     optimizer.zero_grad()
     dist.all_reduce(mean := loss.detach() / world)              # only for the curve
@@ -288,114 +328,50 @@ def by_hand(model, steps=STEPS, policy=None):
     return [plain_step(model, optimizer, share(step)) for step in range(steps)]
 
 # %% [markdown]
-# **Way 2, `fsdp_utils.train`.** You'd start it in a terminal. `finetune:lora_task` is the function in `finetune.py`
-# that returns model and samples:
+# **Way 2, `fsdp_utils.train`**, you'd start in a terminal. Here the ranks are running already, so the folded
+# `by_program` calls it as a function with these settings:
 #
 # ```bash
 # torchrun --nproc-per-node 4 -m fsdp_utils.train --out runs/lora --data.source finetune:lora_task \
-#     --optim.lr 0.003 --optim.decay none --optim.weight_decay 0 --steps 10 --seed 16
+#     --optim.lr 0.003 --optim.decay none --optim.weight_decay 0 --steps 10 --seed 162
 # ```
 #
-# Here the ranks are running already, so the cell calls the same program as a function.
+# **Way 3, `Trainer`**, needs the most arguments to do the same:
 
 # %%
 # %%ranks
-def by_program(how, model, steps=STEPS, precision="fp32", out="program"):
-    optim = OptimConfig(lr=LR, betas=BETAS, weight_decay=0.0, decay="none", clip=CLIP)
-    data = DataConfig(source=f"finetune:{how}_task", batch_size=BATCH)
-    place = ParallelConfig(precision=precision, device="auto" if on_gpu else "cpu")
-    config = TrainConfig(f"{out}-{how}", steps=steps, data=data, optim=optim, parallel=place, seed=SEED)
-    with patch.object(finetune, how, lambda: model), contextlib.redirect_stderr(program_log):
-        train_program(config)                   # patched, so that it builds the model that we watch
-    dist.barrier()                              # rank 0 has written the file
-    lines = [json.loads(line) for line in Path(config.out, "metrics.jsonl").read_text().splitlines()]
-    return [(line["loss"], line["norm"]) for line in lines if "loss" in line]
-
-# %% [markdown]
-# **Way 3, `Trainer`.** `fsdp=True` is a request to Accelerate, which looks at the type of the devices first. In its
-# source, `accelerate/state.py`, only GPUs and other accelerators get to the branch that switches FSDP on. That is
-# why the script's third row holds the whole model, and why **a test of your `Trainer` on CPU ranks tests DDP.**
-# Don't trust your arguments: look at `trainer.is_fsdp_enabled`, which is False there. The folded `TrainerOnCpus`
-# makes the assignments of that branch, so that in this lesson `Trainer` shards on CPU ranks, too. All its numbers
-# below were measured so.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-
-def forget():
-    """Clear what the last Accelerator has left in this process: its classes and environment variables."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
-        os.environ.pop(name, None)
-
-class TrainerOnCpus(Trainer):
-    def create_accelerator_and_postprocess(self):
-        super().create_accelerator_and_postprocess()
-        state = self.accelerator.state
-        if state.distributed_type == DistributedType.MULTI_CPU:
-            plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
-            if state.mixed_precision != "no":
-                plugin.set_mixed_precision(state.mixed_precision)
-            state.fsdp_plugin, self.is_fsdp_enabled = plugin, True
-            state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
-
-# %%
-# %%ranks
-def by_trainer(model, steps=STEPS, parts=1, policy=None, **more):
-    forget()                                                    # folded: Accelerate keeps state in the process
-    args = TrainingArguments(
-        fsdp=True, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"},       # the latter for checkpoints
-        use_cpu=not on_gpu, max_steps=steps, per_device_train_batch_size=BATCH // world // parts,
-        gradient_accumulation_steps=parts, train_sampling_strategy="sequential",        # not shuffled
-        learning_rate=LR, lr_scheduler_type="constant", adam_beta1=BETAS[0], adam_beta2=BETAS[1],
-        max_grad_norm=CLIP, logging_steps=1, report_to=[], disable_tqdm=True,
-        **{"save_strategy": "no", **more},
+def by_trainer(model, steps=STEPS, parts=1, **more):
+    return run_trainer(
+        model, rows, max_steps=steps, per_device_train_batch_size=BATCH // world // parts,
+        gradient_accumulation_steps=parts, learning_rate=LR, lr_scheduler_type="constant", adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1], max_grad_norm=CLIP, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"}, **more,
     )                                                           # fmt: skip
-    rows = [{name: tensor[row] for name, tensor in data.items()} for row in order.tolist()]
-    trainer = TrainerOnCpus(model=model, args=args, train_dataset=rows)
-    trainer.remove_callback(PrinterCallback)                    # it prints what log_history holds
-    if policy is not None:                                      # for *Precision*, below
-        trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
-    trainer.train()
-    return [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
 
-# %% [markdown]
-# Now the six runs: three programs, each with all parameters and with LoRA. A `Probe` counts the bytes of each,
-# whoever wrote its loop. If the programs train the same, you see one curve in each panel of the figure.
-
-# %%
-# %%ranks
 runs = {}
 for how in ("full", "lora"):
     trains = {"your own loop": by_hand, "fsdp_utils.train": partial(by_program, how)}
     trains["Trainer"] = partial(by_trainer, save_strategy="steps", save_steps=STEPS, output_dir=f"trainer-{how}")
     for way, train in trains.items():
         model = getattr(finetune, how)()
-        with Probe(model) as probe:
+        with Probe(model) as probe:                             # counts bytes in steps 2 to 4, for later
             runs[way, how] = train(model), probe
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["check"]
 curves = ranks.get("{key: curve for key, (curve, _) in runs.items()}")[0]
-ways = [*layers]
-looks = [(plots.FAINT, 9, "-"), (plots.RANK_COLORS[0], 2, "-"), (plots.RANK_COLORS[5], 2, ":")]
-fig, panels = plots.figure(2, width=9.0, height=2.8)
-for axes, how, title in zip(panels, ("full", "lora"), ("all parameters", "LoRA")):
-    for way, (color, width, line) in zip(ways, looks):
-        axes.plot(range(1, 11), [loss for loss, _ in curves[way, how]], line, label=way, color=color, linewidth=width)
-    axes.set(title=title, xlabel="step", ylabel="loss", ylim=(0, 8.5))
-panels[0].legend(frameon=False)
-plots.show(fig, alt="Losses of the three ways over ten steps lie on each other, all parameters and LoRA.")
+ways = ["your own loop", "fsdp_utils.train", "Trainer"]
+for (way, how), curve in curves.items():
+    for found, mine in zip(curve, curves["your own loop", how], strict=True):
+        assert abs(found[0] - mine[0]) < 1e-4 and abs(found[1] - mine[1]) < 2e-3, (way, how)  # noqa: PT018
 
 # %% [markdown]
-# You do: at every step the three losses agree within 0.0001, and the norms of the gradients before clipping within
-# 0.002. It took four equal things, besides weights and precision: the samples and their order, the denominator of
-# the loss, AdamW's settings with their schedule, and clipping by the norm over all ranks.
+# They do: with all parameters and with LoRA, the losses of each step differ by less than 0.0001 between the programs,
+# and the norms before clipping by less than 0.002, as a folded check asserts. Besides weights and precision it took
+# four equal things: the samples and their order, the denominator of the loss, AdamW's settings with their schedule,
+# and clipping by the norm over all ranks.
 #
-# That is why `by_trainer` has so many arguments. Whatever you leave out gets the program's default, here read from
-# the installed versions. When you move a run from one program to another, set every row of the table.
+# ## The defaults
+#
+# What you leave out gets each program's default, here read from the installed versions. Look at the first row first.
 
 # %%
 # %%ranks
@@ -406,6 +382,8 @@ defaults = [
     ["second beta", loop["betas"][1], program.betas[1], args.adam_beta2],
     ["weight decay", loop["weight_decay"], program.weight_decay, args.weight_decay],
     ["largest norm", "not clipped", program.clip, args.max_grad_norm],
+    ["samples in a step", "yours", f"{DataConfig('').batch_size} in all", f"{args.per_device_train_batch_size} a rank"],
+    ["length", "yours", f"{TrainConfig.steps} steps", f"{args.num_train_epochs:.0f} epochs"],
     ["order of the samples", "yours", "by the seed", args.train_sampling_strategy],
 ]
 
@@ -413,47 +391,142 @@ defaults = [
 Table(["if left out", *ways], ranks.get("defaults")[0])
 
 # %% [markdown]
-# No row is the same in all three, and the learning rates differ by up to a factor of 20. One difference has no row:
-# once weight decay is on, `Trainer` exempts norms and biases, and the other two decay all that is trained.
+# The learning rates differ by up to a factor of 20. What does that do? The grey line of the figure is the run with equal
+# settings, of any of the three. The others train the same weights on the same samples for ten steps, with optimizer,
+# schedule and clipping left at the program's defaults.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+def by_default(model):
+    optimizer = torch.optim.AdamW(shard(model.to(device)).parameters())
+    return [plain_step(model, optimizer, share(step), math.inf) for step in range(STEPS)]
+
+by_defaults = {
+    "your own loop": by_default(finetune.full()),
+    "fsdp_utils.train": by_program("full", finetune.full(), out="default", optim=OptimConfig()),
+    "Trainer": run_trainer(finetune.full(), rows, max_steps=STEPS, per_device_train_batch_size=BATCH // world),
+}
+
+# %% jupyter={"source_hidden": true}
+fig, (axes,) = plots.figure(1, width=6.5, height=3.0)
+axes.plot(range(1, 11), [loss for loss, _ in curves["Trainer", "full"]], color=plots.FAINT, linewidth=7, label="equal settings")
+for (way, curve), color in zip(ranks.get("by_defaults")[0].items(), plots.RANK_COLORS[::2]):
+    axes.plot(range(1, 11), [loss for loss, _ in curve], color=color, linewidth=2, label=f"{way}, defaults")
+axes.set(xlabel="step", ylabel="loss")
+axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+plots.show(fig, alt="Loss over ten steps: one line for equal settings, and three that part with each program's defaults.")
+
+# %% [markdown]
+# So when you move a run from one program to another, set every row. One difference has no row: once weight decay is on,
+# `Trainer` exempts norms and biases, and the other two decay all that is trained.
+#
+# ## Precision
+#
+# So far everything was float32. Now all three are asked for bf16: the loop by the policy of
+# [lesson 7](07_mixed_precision.ipynb), the program by `precision="bf16"`, `Trainer` by `bf16=True`. The bytes sent
+# tell in which dtype parameters are gathered and in which the ranks' gradients are added up: 2 bytes for a number
+# are bf16, 4 are float32. The last row of the table is `Trainer` again, after this assignment before `train()`:
+# `trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy`.
+
+# %%
+# %%ranks
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+asked = {
+    "your own loop": partial(by_hand, steps=4, policy=policy),
+    "fsdp_utils.train": partial(by_program, "full", steps=4, precision="bf16", out="half"),
+    "Trainer": partial(by_trainer, steps=4, bf16=True),
+    "Trainer, with the loop's policy": partial(by_trainer, steps=4, bf16=True, policy=policy),
+}
+precision = []
+for way, train in asked.items():
+    whole = runs[way.partition(",")[0], "full"][1]                  # the same in float32: 4 bytes an element
+    with Probe(model := finetune.full()) as probe:
+        train(model)
+    sent = [round(4 * probe.sent(kind) / whole.sent(kind), 1) for kind in ("all_gather", "reduce_scatter")]
+    precision.append([way, str(next(model.parameters()).dtype).removeprefix("torch."), *sent])
+
+# %%
+precision = ranks.get("precision")[0]
+assert [row[3] for row in precision] == [4, 4, 2, 4]
+Table(["asked for bf16", "parameters at rest", "bytes gathered for one number", "bytes reduced for one gradient"], precision)
+
+# %% [markdown]
+# The third row is the odd one: `Trainer` adds up the ranks' gradients in bf16, because Accelerate's `bf16` sets
+# `reduce_dtype` with `param_dtype`. That saves half of the reduced bytes, but each addition rounds: lesson 7 finds
+# such sums 0.7% off with 64 simulated ranks. Transformers 5.23 has no argument for it; the assignment helps, as the
+# last row shows. All four keep float32 parameters at rest, because `full()` loads them so. Load yours so, too: of a
+# model in bf16, `Trainer` with `bf16=True` converts the trained parameters to float32, and your loop doesn't.
+#
+# ## Checkpoints of LoRA
+#
+# With LoRA, a checkpoint could leave out the base model, which never changes. Do the three? `fsdp_utils.train` and
+# `Trainer` saved the last step of the runs above. Your loop saves by torch's distributed checkpoints (DCP), in the
+# next cell, where `ignore_frozen_params` leaves out what isn't trained. Its last lines write an adapter for PEFT. 
+
+# %%
+# %%ranks
+only_trained = StateDictOptions(ignore_frozen_params=True)
+for how in ("full", "lora"):
+    probe = runs["your own loop", how][1]                       # holds the model and the optimizer of the run
+    weights, moments = get_state_dict(probe.model, probe.optimizer, options=only_trained)
+    dcp.save({"model": weights, "optimizer": moments, "step": STEPS}, checkpoint_id=f"loop-{how}")
+
+adapter = {name: part.full_tensor().cpu() for name, part in get_peft_model_state_dict(probe.model).items()}   # on each rank
+if rank == 0:
+    probe.model.peft_config["default"].save_pretrained("adapter")
+    save_file(adapter, "adapter/adapter_model.safetensors")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
+# %%ranks
+dist.barrier()
+read = get_peft_model_state_dict(PeftModel.from_pretrained(finetune.full(), "adapter"))
+assert len(adapter) == 12 and all(torch.equal(read[name], part) for name, part in adapter.items())  # noqa: PT018
+names = zip(("your own loop", "fsdp_utils.train", "Trainer"), ("loop", "program", "trainer"))
+saved = [[way, *(tensor_kib(f"{out}-{how}") for how in ("full", "lora"))] for way, out in names]
+
+# %%
+saved = ranks.get("saved")[0]
+assert saved[1][2] > 5 * saved[0][2] == 5 * saved[2][2]
+Table(["saved by", "all parameters, KiB", "LoRA, KiB"], saved)
+
+# %% [markdown]
+# With all parameters, each saves 1,973 KiB: the weights, 658, and AdamW's two averages. With LoRA, your loop and
+# `Trainer` save the same three for the adapters alone: 72 KiB, of use only beside the base. `fsdp_utils.train`
+# saves the frozen base as well, 658 KiB more. Such a checkpoint needs no other file, but with 8 billion parameters
+# in float32 it takes about 30 GiB.
+#
+# Which of them can PEFT read? Your loop's folder `adapter`. `Trainer`'s default, `FULL_STATE_DICT`, gathers the whole
+# model in rank 0's CPU memory ([lesson 3](03_full_state_dict.ipynb)) and writes a file for PEFT. With
+# `SHARDED_STATE_DICT`, as in `by_trainer`, each rank writes its shards by DCP, which PEFT doesn't read. For this
+# library's checkpoints there is `export_safetensors(..., adapter_only=True)` ([recipes](../book/trainers.md)).
 #
 # ## What a rank holds and sends
 #
-# Equal losses could still cost different memory. The figure shows for rank 0 what it holds **at rest**, between
-# steps; what it gathers and reduces **in one step**; and the most parameters that it has **full at once**, gathered
-# from all ranks (without the all-gathers' buffers). Compare the upper three rows with each other, then with the
-# lower three.
+# Do they cost the same, with equal settings? The table counts what rank 0 holds between steps, and what it gathers and
+# reduces in one. Compare the programs within a row, then all parameters with LoRA.
 
 # %% tags=["held"]
-rows = ranks.get("{key: [n / 2**10 for n in probe.row()] for key, (_, probe) in runs.items()}")[0]
-kib = {f"{way}, {how}": rows[way, how] for how in ("full", "lora") for way in ways}
-plots.amounts({
-    "at rest": {run: dict(zip(("parameters", "gradients", "AdamW's averages"), row)) for run, row in kib.items()},
-    "in one step": {run: {"gathered": row[3], "reduced": row[4]} for run, row in kib.items()},
-    "full at once": {run: {"full parameters": row[5]} for run, row in kib.items()},
-}, unit="KiB", alt="What rank 0 holds, gathers and reduces, and has in full at once, in six runs.")
+held = ranks.get("{key: [n / 2**10 for n in probe.row()] for key, (_, probe) in runs.items()}")[0]
+kinds = ["parameters", "gradients", "AdamW's averages", "gathered in a step", "reduced in a step"]
+Table(["KiB", *ways], [[f"{kind}, {name}", *(round(held[way, how][place]) for way in ways)]
+      for how, name in (("full", "all parameters"), ("lora", "LoRA")) for place, kind in enumerate(kinds)])
 
 # %% jupyter={"source_hidden": true} tags=["check"]
-for (way, how), curve in curves.items():
-    for found, mine in zip(curve, curves["your own loop", how], strict=True):
-        assert abs(found[0] - mine[0]) < 1e-4 and abs(found[1] - mine[1]) < 2e-3, (way, how)  # noqa: PT018
 for way in ways:
-    full, lora = rows[way, "full"], rows[way, "lora"]
+    full, lora = held[way, "full"], held[way, "lora"]
     assert lora[4] < 0.05 * full[4] < lora[3] < 1.1 * full[3]
-    assert full[:3] == rows[ways[0], "full"][:3] and lora[:3] == rows[ways[0], "lora"][:3]  # noqa: PT018
-assert 1 < rows["Trainer", "full"][3] / rows[ways[0], "full"][3] < 1.03
+    assert full[:3] == held[ways[0], "full"][:3] and lora[:3] == held[ways[0], "lora"][:3]  # noqa: PT018
+assert 1 < held["Trainer", "full"][3] / held[ways[0], "full"][3] < 1.03
 
 # %% [markdown]
-# **Between the programs** there is no difference at rest. In a step, `Trainer` gathers 16 KiB more and has 32 KiB
-# less in full at once, because Accelerate cuts the model into other units. `shard` leaves embedding, last norm and
-# head, 32 KiB together, in the model's own unit: it is gathered once and stays until backward ends. Accelerate
-# makes the embedding a unit, which is gathered twice, and norm with head another. So `Trainer`'s peak is two
-# blocks, 417 KiB, and the others have the 32 on top. That matters with a large vocabulary: embedding and head of
-# Llama 3 8B are 2 GiB in bf16. In your own loop, make them units as in [lesson 1](01_transformer_wrapper.ipynb).
+# **Between the programs** there is no difference at rest, and in a step `Trainer` gathers 16 KiB more: Accelerate
+# makes the embedding a unit, which is gathered twice, and norm with head another (with tied weights, all three one).
+# `shard` leaves them in the model's own unit, which stays gathered until backward ends. Embedding and head of Llama 3
+# 8B are 2 GiB in bf16: in your own loop, make them units as in [lesson 1](01_transformer_wrapper.ipynb).
 #
-# **From all parameters to LoRA**, a rank holds 188 instead of 658 KiB at rest. (658 is a quarter each of weights,
-# gradients and two averages; with four ranks that happens to be the size of the model.) Gradients and averages
-# remain for the adapters alone and shrink to 4%, as do the reduced bytes. What is gathered doesn't shrink, because
-# frozen weights compute, too ([lesson 9](09_child_tuning.ipynb)).
+# **From all parameters to LoRA**, a rank holds 188 instead of 658 KiB between steps. Gradients and averages remain
+# for the adapters alone and shrink to 4%, as do the reduced bytes. What is gathered doesn't shrink, because frozen
+# weights compute, too ([lesson 9](09_child_tuning.ipynb)).
 #
 # ## Your turn 1 · Train adapters only
 #
@@ -471,7 +544,7 @@ assert 1 < rows["Trainer", "full"][3] / rows[ways[0], "full"][3] < 1.03
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-from fsdp_utils.lessons.your_turn import Goal, NotYet, exactly, turn
+from fsdp_utils.lessons.your_turn import Goal, NotYet, at_most, exactly, turn
 
 COUNT = sum(p.requires_grad for p in finetune.lora().parameters())
 PREPARED = {
@@ -481,9 +554,9 @@ PREPARED = {
         more="The base model requires gradients, too. FSDP2 computes and reduces them, and clipping counts them, "
         "whatever the optimizer was given: set `requires_grad_` by name.",
     ),
-    "of them, in the optimizer": exactly(COUNT, less="`shard` replaces the parameters: make the optimizer afterwards, of all adapters."),
+    "of them, in the optimizer": exactly(COUNT, less="The optimizer lacks adapters: make it of all of them, and after `shard`, which replaces the parameters."),
     "lr, betas and weight decay of `adamw`": exactly(True, "`adamw` has `lr=LR`, `betas=BETAS` and `weight_decay=0.0`."),
-    "losses as with PEFT's own freezing": exactly(True, "The losses differ from those of the same adapters above."),
+    "losses as with PEFT's own freezing": exactly(True, "The losses differ from those of the LoRA run above: is `shard(model)` called without a policy?"),
 }
 
 @turn(1, PREPARED)
@@ -494,7 +567,8 @@ def score_adapters(prepare):
         raise NotYet("`prepare` returns the optimizer.")
     trained = [p for p in model.parameters() if p.requires_grad]
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = [isinstance(model, FSDPModule), len(trained), sum(id(p) in held for p in trained)]
+    in_it = sum(id(p) in held for p in trained)
+    found = [isinstance(model, FSDPModule), len(trained), in_it if len(trained) == COUNT else None]
     right = None
     if found == [True, COUNT, COUNT]:                           # else the steps would mean nothing
         losses = [plain_step(model, optimizer, share(step))[0] for step in range(4)]
@@ -537,7 +611,7 @@ def prepare(model):                             # the optimizer leaves the base 
     shard(model)
     return torch.optim.AdamW([p for name, p in model.named_parameters() if "lora_" in name], lr=LR, betas=BETAS)
 
-# %% tags=["wrong"] turn=1 says="make the optimizer afterwards"
+# %% tags=["wrong"] turn=1 says="after `shard`, which replaces the parameters"
 def prepare(model):                             # the optimizer before sharding
     [p.requires_grad_("lora_" in name) for name, p in model.named_parameters()]
     optimizer, _ = adamw(model), shard(model)
@@ -549,89 +623,6 @@ def prepare(model):                             # torch's default weight decay
     return torch.optim.AdamW([p for p in shard(model).parameters() if p.requires_grad], lr=LR, betas=BETAS)
 
 # %% [markdown]
-# ## Precision
-#
-# So far everything was float32. Now all three are asked for bf16: the loop by the policy of
-# [lesson 7](07_mixed_precision.ipynb), the program by `precision="bf16"`, `Trainer` by `bf16=True`. The bytes sent
-# tell in which dtype parameters are gathered and in which the ranks' gradients are added up: 2 bytes for a number
-# are bf16, 4 are float32. The last row of the table is `Trainer` again, after this assignment before `train()`:
-# `trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy`.
-
-# %%
-# %%ranks
-policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-asked = {
-    "your own loop": partial(by_hand, steps=4, policy=policy),
-    "fsdp_utils.train": partial(by_program, "full", steps=4, precision="bf16", out="half"),
-    "Trainer": partial(by_trainer, steps=4, bf16=True),
-    "Trainer, with the loop's policy": partial(by_trainer, steps=4, bf16=True, policy=policy),
-}
-precision = []
-for way, train in asked.items():
-    whole = runs[way.partition(",")[0], "full"][1]                  # the same in float32: 4 bytes an element
-    with Probe(model := finetune.full()) as probe:
-        train(model)
-    sent = [round(4 * probe.sent(kind) / whole.sent(kind), 1) for kind in ("all_gather", "reduce_scatter")]
-    precision.append([way, str(next(model.parameters()).dtype).removeprefix("torch."), *sent])
-
-# %%
-precision = ranks.get("precision")[0]
-assert [row[3] for row in precision] == [4, 4, 2, 4]
-Table(["asked for bf16", "parameters at rest", "bytes gathered for one number", "bytes reduced for one gradient"], precision)
-
-# %% [markdown]
-# The third row is the odd one: `Trainer` adds up the ranks' gradients in bf16, because Accelerate's `bf16` sets
-# `reduce_dtype` with `param_dtype`. That saves half of the reduced bytes, but each addition rounds: lesson 7 finds
-# such sums 0.7% off with 64 simulated ranks. Transformers 5.23 has no argument for it; the assignment helps, as the
-# last row shows. All four keep float32 parameters at rest, because `full()` loads them so. Load yours so, too: of a
-# model in bf16, `Trainer` with `bf16=True` converts the trained parameters to float32, and your loop doesn't.
-#
-# ## Checkpoints of LoRA
-#
-# With LoRA, a checkpoint could leave out the base model, which never changes. Do the three? `fsdp_utils.train` and
-# `Trainer` saved the last step of the runs above. Your loop saves by torch's DCP, in the next cell, where
-# `ignore_frozen_params` leaves out what isn't trained. The folded `tensor_kib` adds up the tensors in the files.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader
-
-def tensor_kib(out):
-    """KiB of the tensors in a checkpoint: DCP's files have metadata, those of fsdp_utils.train are safetensors."""
-    entries = [entry for path in Path(out).rglob(".metadata")
-               for entry in FileSystemReader(path.parent).read_metadata().state_dict_metadata.values()]
-    sizes = [entry.size.numel() * entry.properties.dtype.itemsize for entry in entries if hasattr(entry, "size")]
-    sizes += [tensor.nbytes for path in Path(out).rglob("*.safetensors") for tensor in load_file(path).values()]
-    return round(sum(sizes) / 2**10)
-
-# %%
-# %%ranks
-for how in ("full", "lora"):
-    probe = runs["your own loop", how][1]                       # holds the model and the optimizer of the run
-    only_trained = StateDictOptions(ignore_frozen_params=True)
-    weights, moments = get_state_dict(probe.model, probe.optimizer, options=only_trained)
-    dcp.save({"model": weights, "optimizer": moments, "step": STEPS}, checkpoint_id=f"loop-{how}")
-saved = [[way, *(tensor_kib(f"{out}-{how}") for how in ("full", "lora"))]
-         for way, out in zip(("your own loop", "fsdp_utils.train", "Trainer"), ("loop", "program", "trainer"))]
-
-# %%
-saved = ranks.get("saved")[0]
-assert saved[1][2] > 5 * saved[0][2] == 5 * saved[2][2]
-Table(["saved by", "all parameters, KiB", "LoRA, KiB"], saved)
-
-# %% [markdown]
-# With all parameters, each saves 1,973 KiB: the weights, 658, and AdamW's two averages. With LoRA, your loop and
-# `Trainer` save the same three for the adapters alone: 72 KiB, of use only beside the base. `fsdp_utils.train`
-# saves the frozen base as well, 658 KiB more. Such a checkpoint needs no other file, but with 8 billion parameters
-# in float32 it takes about 30 GiB.
-#
-# Can PEFT read the adapter? `Trainer`'s default, `FULL_STATE_DICT`, gathers the whole model in rank 0's CPU memory
-# ([lesson 3](03_full_state_dict.ipynb)) and writes a file for PEFT. With `SHARDED_STATE_DICT`, as in `by_trainer`,
-# each rank writes its shards by DCP, which PEFT doesn't read. Then, as in your own loop, call `full_tensor()` on
-# each tensor of `peft.get_peft_model_state_dict(model)`, on every rank, and let rank 0 save the results. For this
-# library's checkpoints there is `export_safetensors(..., adapter_only=True)` ([recipes](../book/trainers.md)).
-#
 # ## Your turn 2 · Accumulate as Trainer does
 #
 # If a step's samples don't fit at once, you split them into micro-batches and add up their gradients. `Trainer`
@@ -639,14 +630,16 @@ Table(["saved by", "all parameters, KiB", "LoRA, KiB"], saved)
 # `parts`, this rank's list of micro-batches for one step. It
 #
 # - runs forward and backward on each, so that the gradients are those of the mean over *all labels of the step*;
-# - reduces the gradients once, 658 KiB, not with each micro-batch;
+# - reduces the gradients once, not with each micro-batch;
+# - holds the activations of one micro-batch at a time;
 # - returns this rank's loss, without gradient: its mean over the ranks is that mean over all labels.
 #
 # The turn makes the optimizer steps, and compares with `Trainer` on the same micro-batches.
 #
 # <details><summary>Hint</summary>
 #
-# `labels_per_rank(parts)` counts over all micro-batches that you give it. After
+# `labels_of(part)` are the labels of one micro-batch on this rank, and `labels_per_rank(parts)` counts over all
+# micro-batches that you give it. After
 # `model.set_requires_gradient_sync(False)`, backward keeps its gradients on this rank, until you set it to True.
 #
 # </details>
@@ -657,16 +650,29 @@ with Probe(model := finetune.full()) as accumulated:
     trainers = by_trainer(model, 4, parts=2)
 assert max(abs(a[0] - b[0]) for a, b in zip(trainers, runs["Trainer", "full"][0])) < 1e-4
 ONCE = accumulated.sent("reduce_scatter") / 2**10
+with Probe(model := finetune.full()) as of_each:
+    by_trainer(model, 4, parts=2, accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}})
+assert of_each.sent("reduce_scatter") / 2**10 == 2 * ONCE
+
+shard(model := finetune.full().to(device)).set_requires_gradient_sync(False)
+model(**share(0)[0]).loss.backward()
+[unit.unshard() for unit in model.modules() if isinstance(unit, FSDPModule)]
+assert sum(p.grad.nbytes for p in model.parameters()) / 2**10 == ONCE       # kept in full; reduced, it's a share of that
 
 def about_loss(ratio):
     if abs(ratio * world - 1) < 0.01:
         return "FSDP averages over the ranks: divide by the labels per rank, not by those of all ranks."
+    if ratio < 0.75:
+        return "The returned loss is too small: add up the losses of all micro-batches, and divide once."
     return "This is not the mean over all labels: divide by the labels of all micro-batches on all ranks, per rank."
 
 ACCUMULATED = {
     "loss of step 1, divided by Trainer's": Goal("1", lambda ratio: ratio == 1, about_loss),
-    "norm of step 1, divided by Trainer's": exactly(1, "This is not the gradient of your loss: call backward once for each part, and reduce the last."),
-    "losses of steps 2 to 4 as Trainer's": exactly(True, "The steps after the first one differ."),
+    "norm of step 1, divided by Trainer's": exactly(1, "This is not the gradient of the loss that you return: call backward on it once for each part, and reduce the last."),
+    "losses of steps 2 to 4 as Trainer's": exactly(True, "The steps after the first one differ: divide each part by the labels of the whole step, not by its own."),
+    "samples on a rank with activations at once": at_most(
+        BATCH // world // 2, "The activations of all micro-batches are there at once: call backward after each forward."
+    ),
     "KiB reduced in a step": exactly(
         ONCE, less="Nothing is reduced: each rank would step with its own gradients.",
         more="Each micro-batch reduces all gradients: only the last one has to.",
@@ -675,7 +681,15 @@ ACCUMULATED = {
 
 @turn(2, ACCUMULATED)
 def score_accumulate(accumulate):
-    model = shard(finetune.full().to(device))
+    model, alive, most = shard(finetune.full().to(device)), [], [0]
+
+    def forward(module, args, output):                          # its samples' activations live until backward
+        if output.logits.requires_grad:
+            alive.append(len(output.logits))
+            most.append(sum(alive))
+            output.logits.register_hook(lambda gradient: alive.clear())
+
+    model.register_forward_hook(forward)
     optimizer, curve = adamw(model), []
     with Probe(model) as probe:
         for step in range(4):
@@ -690,7 +704,7 @@ def score_accumulate(accumulate):
     of_loss, of_norm = (round(mine / trainers_own, 3) for mine, trainers_own in zip(curve[0], trainers[0]))
     same = all(abs(a[0] - b[0]) < 1e-3 for a, b in zip(curve[1:], trainers[1:]))
     of_norm, same = (of_norm, same) if of_loss == 1 else (None, None)       # they would differ for the same reason
-    return dict(zip(ACCUMULATED, [of_loss, of_norm, same, probe.sent("reduce_scatter") / 2**10]))
+    return dict(zip(ACCUMULATED, [of_loss, of_norm, same, max(most), probe.sent("reduce_scatter") / 2**10]))
 
 # %%
 # %%turn 2
@@ -699,10 +713,10 @@ def accumulate(model, parts):                   # parts: a list of micro-batches
 
 # %% tags=["solution"] turn=2
 def accumulate(model, parts):
-    labels, mine = labels_per_rank(parts), 0.0
+    per_rank, mine = labels_per_rank(parts), 0.0
     for part in parts:
         model.set_requires_gradient_sync(part is parts[-1])
-        loss = model(**part, num_items_in_batch=labels).loss
+        loss = model(**part).loss * labels_of(part) / per_rank
         loss.backward()
         mine += loss.detach()
     return mine
@@ -729,20 +743,20 @@ def accumulate(model, parts):                   # the loss by hand
     return torch.tensor(sum(mine))
 
 # %% tags=["right"] turn=2
-def accumulate(model, parts):                   # each own mean, weighted by its labels
+def accumulate(model, parts):                   # transformers' own argument
     losses = []
     for part in parts:
         model.set_requires_gradient_sync(part is parts[-1])
-        losses.append(model(**part).loss * (part["labels"][:, 1:] != -100).sum() / labels_per_rank(parts))
+        losses.append(model(**part, num_items_in_batch=labels_per_rank(parts)).loss)
         losses[-1].backward()
     return torch.stack(losses).detach().sum()
 
 # %% tags=["wrong"] turn=2 says="not the mean over all labels"
-def accumulate(model, parts):                   # the mean of the means
+def accumulate(model, parts):                   # each micro-batch's mean over the ranks, then their mean
     losses = []
     for part in parts:
         model.set_requires_gradient_sync(part is parts[-1])
-        losses.append(model(**part).loss / len(parts))
+        losses.append(model(**part).loss * labels_of(part) / labels_per_rank([part]) / len(parts))
         losses[-1].backward()
     return sum(losses).detach()
 
@@ -751,17 +765,31 @@ def accumulate(model, parts):                   # divided by the labels of all r
     losses = []
     for part in parts:
         model.set_requires_gradient_sync(part is parts[-1])
-        losses.append(model(**part, num_items_in_batch=labels_per_rank(parts) * world).loss)
+        losses.append(model(**part).loss * labels_of(part) / labels_per_rank(parts) / world)
         losses[-1].backward()
     return sum(losses).detach()
+
+# %% tags=["wrong"] turn=2 says="call backward after each forward"
+def accumulate(model, parts):                   # one backward of the sum: the activations of both parts
+    loss = sum(model(**part).loss * labels_of(part) for part in parts) / labels_per_rank(parts)
+    loss.backward()
+    return loss.detach()
 
 # %% tags=["wrong"] turn=2 says="only the last one has to"
 def accumulate(model, parts):                   # reduced at each micro-batch
     losses = []
     for part in parts:
-        losses.append(model(**part, num_items_in_batch=labels_per_rank(parts)).loss)
+        losses.append(model(**part).loss * labels_of(part) / labels_per_rank(parts))
         losses[-1].backward()
     return sum(losses).detach()
+
+# %% tags=["wrong"] turn=2 says="add up the losses of all micro-batches"
+def accumulate(model, parts):                   # the gradients are right, and the loss is the last one's
+    for part in parts:
+        model.set_requires_gradient_sync(part is parts[-1])
+        loss = model(**part).loss * labels_of(part) / labels_per_rank(parts)
+        loss.backward()
+    return loss.detach()
 
 # %% tags=["wrong"] turn=2 says="Nothing is reduced"
 def accumulate(model, parts):                   # each rank would step with its own gradients
@@ -771,16 +799,20 @@ def accumulate(model, parts):                   # each rank would step with its 
     return loss.detach()
 
 # %% [markdown]
-# `Trainer` counts the same labels (`average_tokens_across_devices`, on by default), and its losses with two
-# micro-batches are those with one. Why does the turn compare norms? If all gradients are too small by the same
-# factor, AdamW takes nearly the same steps, because it divides each gradient by its usual size. Without clipping,
-# the losses then show nothing. The norm does: **compare gradient norms, too.**
+# **The price** of `set_requires_gradient_sync(False)`: until the last micro-batch each rank keeps the *full*
+# gradients, 658 KiB here instead of 164. For 8 billion parameters in float32 that is 30 GiB on every rank. Where
+# they don't fit, reduce after each micro-batch, which sends twice the bytes with two: leave the switch alone, or give
+# `Trainer` `accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}}`.
+#
+# Why does the turn compare norms? If all gradients are too large by the same factor, clipping and AdamW take nearly
+# the same steps, and the losses show nothing. The norm does: **compare gradient norms, too.**
 #
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | `fsdp=True`, and each rank holds the whole model | Accelerate has no FSDP for this type of device, and says nothing | look at `trainer.is_fsdp_enabled` |
+# | loss and norm are as many times too large as there are ranks, and times the micro-batches | `Trainer` multiplies for a `num_items_in_batch` that the model ignores (BERT, T5) | `model.accepts_loss_kwargs = False` before `Trainer(...)`, then a mean of means |
+# | `fsdp=True`, and each rank holds the whole model | Accelerate has no FSDP for this type of device, or the script runs without torchrun | look at `trainer.is_fsdp_enabled` |
 # | `AcceleratorState has already been initialized` | a `Trainer` of another precision ran in this process | a new process for each run |
 # | losses differ at step 1 | other samples (`Trainer` shuffles by its own seed), or a mean of means | `train_sampling_strategy="sequential"`; divide by all labels |
 # | losses differ from step 2 or 3 on | a setting of the table of defaults was left out, or one program decays norms | set them all |
@@ -789,7 +821,7 @@ def accumulate(model, parts):                   # each rank would step with its 
 # ## The rule
 #
 # `Trainer` for its datasets and callbacks, `fsdp_utils.train` for resuming by itself, your own loop for an unusual
-# step. Then check three things: that it shards (`trainer.is_fsdp_enabled`, or `check_sharding(model)`), what a
+# step. Then check three things: that it shards (`trainer.is_fsdp_enabled`, or this library's `check_sharding(model)`), what a
 # checkpoint holds, and that losses *and* gradient norms of a few steps equal those of the program that you trust.
 
 # %% jupyter={"source_hidden": true}
