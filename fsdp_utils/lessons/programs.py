@@ -35,7 +35,9 @@ def _llama() -> PreTrainedModel:
 def _bert() -> PreTrainedModel:
     sizes: Any = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
     no_dropout: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForTokenClassification(BertConfig(vocab_size=64, num_attention_heads=4, num_labels=64, **sizes, **no_dropout))
+    return BertForTokenClassification(
+        BertConfig(vocab_size=64, num_attention_heads=4, num_labels=64, **sizes, **no_dropout)
+    )
 
 
 def _t5() -> PreTrainedModel:

@@ -16,7 +16,7 @@
 # | a checkpoint of LoRA holds | what you choose | adapters and base | adapters |
 # | on CPU ranks it trains with | FSDP2 | FSDP2 | DDP |
 #
-# Each row has its section below, on CPU ranks. In all but the last row, `Trainer` was made to shard there.
+# Each row is measured below, on CPU ranks. For all but the last, `Trainer` was made to shard there (T5 excepted).
 
 # %% tags=["card"]
 from fsdp_utils.lessons import lesson, plots
@@ -25,7 +25,7 @@ lesson.card(
     17,
     learn="choose a training program, and find the differences between three of them that no error reports",
     needs="[lesson 7](07_mixed_precision.ipynb) and [lesson 9](09_child_tuning.ipynb)",
-    minutes=(1, 20, 25),
+    minutes=(1, 22, 25),
 )
 
 # %% [markdown]
@@ -33,9 +33,9 @@ lesson.card(
 #
 # It trains the same small Llama for three steps in three ways: by a loop, by the same loop with another loss, and
 # by `Trainer` with `fsdp=True`, its switch for FSDP2. (`fsdp_utils.train` has a command of its own, shown below.)
-# Each sample is a question and its answer, and only the answer's tokens count in the loss: the others have the
-# label -100. Look at the line after `if by_labels`, which is all that the two loops differ in. Save the script as
-# `train.py`, then run `torchrun --nproc-per-node 4 train.py`.
+# Only the tokens of a sample's answer count in the loss: the others have the label -100. Look at the line after
+# `if by_labels`, which is all that the two loops differ in. Save it as `train.py`, then run
+# `torchrun --nproc-per-node 4 train.py`.
 #
 # ```python
 # import torch
@@ -120,13 +120,12 @@ lesson.card(
 #
 # ## Which one?
 #
-# - **`Trainer`** takes arguments and callbacks: with `fsdp=True` and torchrun, a script of yours that uses it is done.
-#   Another loss or a second model is no obstacle, as you may override `compute_loss`; TRL's trainers do.
-#   `trainer.train(resume_from_checkpoint=True)` continues a run, but raises a `ValueError` while there is no checkpoint.
-# - **`fsdp_utils.train`** takes a function that returns data and model, and settings. The same command, given again,
-#   continues from the last complete checkpoint, also on another number of ranks ([lesson 10](10_end_to_end.ipynb)
-#   kills it to show that). In return its step is fixed: one loss, AdamW, clipping.
-# - **Your own loop** leaves everything to you: what is counted, saved and resumed.
+# **`Trainer`** takes arguments and callbacks. Another loss or a second model is no obstacle: override `compute_loss`,
+# as TRL's trainers do. `trainer.train(resume_from_checkpoint=True)` continues a run, but raises a `ValueError` while
+# there is no checkpoint. **`fsdp_utils.train`** takes a function that returns data and model. The same command, given
+# again, continues from the last complete checkpoint, also on another number of ranks
+# ([lesson 10](10_end_to_end.ipynb) kills it to show that); its step is fixed: one loss, AdamW, clipping. In **your own
+# loop** all is yours to get right: what is counted, saved and resumed.
 
 # %% jupyter={"source_hidden": true}
 import os
@@ -146,7 +145,6 @@ ranks.start(preload=["fsdp_utils.lessons.programs", "transformers.models.llama.m
 # %%ranks
 import contextlib
 import json
-import math
 import sys
 import warnings
 from functools import partial
@@ -225,11 +223,10 @@ assert [round(row[2] / max(1, world * row[1] * (row[0] != "Llama"))) for row in 
 Table(["model", "micro-batches", "Trainer's loss / mean over all labels", "with accepts_loss_kwargs = False"], too_large)
 
 # %% [markdown]
-# The losses of BERT and T5 are too large by the number of ranks times that of micro-batches, and so are their gradients.
-# Clipping and AdamW hide that from the weights, so only the numbers look wrong. The cure is one line before
-# `Trainer(...)`: `model.accepts_loss_kwargs = False`. Then `Trainer` doesn't count, and takes a mean of means, which
-# is near the right one, as the last column shows. The script's loop is right for all three, because it doesn't need
-# `num_items_in_batch`.
+# The losses of BERT and T5 are too large by the number of ranks times that of micro-batches, and so are their
+# gradients. The cure is one line before `Trainer(...)`: `model.accepts_loss_kwargs = False`. Then `Trainer` doesn't
+# count, and takes a mean of means, which is near the right one, as the last column shows. The script's loop is right
+# for all three, because it doesn't need `num_items_in_batch`.
 #
 # ## With equal settings, equal losses
 #
@@ -293,8 +290,8 @@ def share(step, parts=1):
     rows = order[BATCH * step : BATCH * (step + 1)].view(parts, world, -1)[:, rank]
     return [{name: tensor[part].to(device) for name, tensor in data.items()} for part in rows]
 
-def by_program(how, model, steps=STEPS, precision="fp32", out="program", optim=None):
-    optim = optim or OptimConfig(lr=LR, betas=BETAS, weight_decay=0.0, decay="none", clip=CLIP)
+def by_program(how, model, steps=STEPS, precision="fp32", out="program"):
+    optim = OptimConfig(lr=LR, betas=BETAS, weight_decay=0.0, decay="none", clip=CLIP)
     data = DataConfig(source=f"finetune:{how}_task", batch_size=BATCH)
     place = ParallelConfig(precision=precision, device="auto" if on_gpu else "cpu")
     config = TrainConfig(f"{out}-{how}", steps=steps, data=data, optim=optim, parallel=place, seed=SEED)
@@ -305,15 +302,14 @@ def by_program(how, model, steps=STEPS, precision="fp32", out="program", optim=N
     return [(line["loss"], line["norm"]) for line in lines if "loss" in line]
 
 # %% [markdown]
-# **Way 1, your own loop**, is the script's. `parts` is this rank's list of batches for one step, which the folded
-# `share(step)` makes: one batch for now, two in turn 2.
+# **Way 1, your own loop**, is the script's. `parts` is this rank's list of batches for one step: one, or two in turn 2.
 
 # %%
 # %%ranks
-def plain_step(model, optimizer, parts, clip=CLIP):
+def plain_step(model, optimizer, parts):
     loss = model(**parts[0]).loss * labels_of(parts[0]) / labels_per_rank(parts)
     loss.backward()                                             # FSDP averages the gradients over the ranks
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)         # of all ranks' shards together
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)         # of all ranks' shards together
     optimizer.step()
     optimizer.zero_grad()
     dist.all_reduce(mean := loss.detach() / world)              # only for the curve
@@ -365,9 +361,8 @@ for (way, how), curve in curves.items():
 
 # %% [markdown]
 # They do: with all parameters and with LoRA, the losses of each step differ by less than 0.0001 between the programs,
-# and the norms before clipping by less than 0.002, as a folded check asserts. Besides weights and precision it took
-# four equal things: the samples and their order, the denominator of the loss, AdamW's settings with their schedule,
-# and clipping by the norm over all ranks.
+# and the norms before clipping by less than 0.002, as a folded check asserts. It took equal samples in equal order, the
+# same denominator of the loss, AdamW's settings with their schedule, and clipping by the norm over all ranks.
 #
 # ## The defaults
 #
@@ -391,41 +386,15 @@ defaults = [
 Table(["if left out", *ways], ranks.get("defaults")[0])
 
 # %% [markdown]
-# The learning rates differ by up to a factor of 20. What does that do? The grey line of the figure is the run with equal
-# settings, of any of the three. The others train the same weights on the same samples for ten steps, with optimizer,
-# schedule and clipping left at the program's defaults.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-def by_default(model):
-    optimizer = torch.optim.AdamW(shard(model.to(device)).parameters())
-    return [plain_step(model, optimizer, share(step), math.inf) for step in range(STEPS)]
-
-by_defaults = {
-    "your own loop": by_default(finetune.full()),
-    "fsdp_utils.train": by_program("full", finetune.full(), out="default", optim=OptimConfig()),
-    "Trainer": run_trainer(finetune.full(), rows, max_steps=STEPS, per_device_train_batch_size=BATCH // world),
-}
-
-# %% jupyter={"source_hidden": true}
-fig, (axes,) = plots.figure(1, width=6.5, height=3.0)
-axes.plot(range(1, 11), [loss for loss, _ in curves["Trainer", "full"]], color=plots.FAINT, linewidth=7, label="equal settings")
-for (way, curve), color in zip(ranks.get("by_defaults")[0].items(), plots.RANK_COLORS[::2]):
-    axes.plot(range(1, 11), [loss for loss, _ in curve], color=color, linewidth=2, label=f"{way}, defaults")
-axes.set(xlabel="step", ylabel="loss")
-axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-plots.show(fig, alt="Loss over ten steps: one line for equal settings, and three that part with each program's defaults.")
-
-# %% [markdown]
-# So when you move a run from one program to another, set every row. One difference has no row: once weight decay is on,
-# `Trainer` exempts norms and biases, and the other two decay all that is trained.
+# The learning rates differ by up to a factor of 20. So when you move a run from one program to another, set every row.
+# One difference has no row: once weight decay is on, `Trainer` exempts norms and biases, and the other two decay all
+# that is trained.
 #
 # ## Precision
 #
-# So far everything was float32. Now all three are asked for bf16: the loop by the policy of
-# [lesson 7](07_mixed_precision.ipynb), the program by `precision="bf16"`, `Trainer` by `bf16=True`. The bytes sent
-# tell in which dtype parameters are gathered and in which the ranks' gradients are added up: 2 bytes for a number
-# are bf16, 4 are float32. The last row of the table is `Trainer` again, after this assignment before `train()`:
+# Now all three are asked for bf16: the loop by the policy of [lesson 7](07_mixed_precision.ipynb), the program by
+# `precision="bf16"`, `Trainer` by `bf16=True`. The bytes sent tell the dtype in which parameters are gathered and
+# gradients added up: 2 bytes are bf16, 4 are float32. The last row is `Trainer` after this assignment before `train()`:
 # `trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy`.
 
 # %%
@@ -454,14 +423,13 @@ Table(["asked for bf16", "parameters at rest", "bytes gathered for one number", 
 # The third row is the odd one: `Trainer` adds up the ranks' gradients in bf16, because Accelerate's `bf16` sets
 # `reduce_dtype` with `param_dtype`. That saves half of the reduced bytes, but each addition rounds: lesson 7 finds
 # such sums 0.7% off with 64 simulated ranks. Transformers 5.23 has no argument for it; the assignment helps, as the
-# last row shows. All four keep float32 parameters at rest, because `full()` loads them so. Load yours so, too: of a
-# model in bf16, `Trainer` with `bf16=True` converts the trained parameters to float32, and your loop doesn't.
+# last row shows. All four keep float32 parameters at rest, because `full()` loads them so.
 #
 # ## Checkpoints of LoRA
 #
 # With LoRA, a checkpoint could leave out the base model, which never changes. Do the three? `fsdp_utils.train` and
 # `Trainer` saved the last step of the runs above. Your loop saves by torch's distributed checkpoints (DCP), in the
-# next cell, where `ignore_frozen_params` leaves out what isn't trained. Its last lines write an adapter for PEFT. 
+# next cell, where `ignore_frozen_params` leaves out what isn't trained. Its last lines write an adapter for PEFT.
 
 # %%
 # %%ranks
@@ -490,32 +458,35 @@ assert saved[1][2] > 5 * saved[0][2] == 5 * saved[2][2]
 Table(["saved by", "all parameters, KiB", "LoRA, KiB"], saved)
 
 # %% [markdown]
-# With all parameters, each saves 1,973 KiB: the weights, 658, and AdamW's two averages. With LoRA, your loop and
-# `Trainer` save the same three for the adapters alone: 72 KiB, of use only beside the base. `fsdp_utils.train`
-# saves the frozen base as well, 658 KiB more. Such a checkpoint needs no other file, but with 8 billion parameters
-# in float32 it takes about 30 GiB.
+# With all parameters, each saves the weights and AdamW's two averages. With LoRA, your loop and `Trainer` save the same
+# three for the adapters alone: 72 KiB, of use only beside the base. `fsdp_utils.train` saves the frozen base as well,
+# 658 KiB more, which with 8 billion parameters in float32 would be about 30 GiB.
 #
-# Which of them can PEFT read? Your loop's folder `adapter`. `Trainer`'s default, `FULL_STATE_DICT`, gathers the whole
-# model in rank 0's CPU memory ([lesson 3](03_full_state_dict.ipynb)) and writes a file for PEFT. With
-# `SHARDED_STATE_DICT`, as in `by_trainer`, each rank writes its shards by DCP, which PEFT doesn't read. For this
-# library's checkpoints there is `export_safetensors(..., adapter_only=True)` ([recipes](../book/trainers.md)).
+# PEFT reads your loop's folder `adapter`, but not what DCP wrote. `Trainer` writes by DCP with `SHARDED_STATE_DICT`, as
+# in `by_trainer`; its default, `FULL_STATE_DICT`, gathers the whole model in rank 0's CPU memory
+# ([lesson 3](03_full_state_dict.ipynb)) and writes a file for PEFT. For this library's checkpoints there is
+# `export_safetensors(..., adapter_only=True)` ([recipes](../book/trainers.md)).
 #
 # ## What a rank holds and sends
 #
-# Do they cost the same, with equal settings? The table counts what rank 0 holds between steps, and what it gathers and
-# reduces in one. Compare the programs within a row, then all parameters with LoRA.
+# Do they cost the same, with equal settings? The figure shows what rank 0 holds between steps, and what it gathers and
+# reduces in one; `fsdp_utils.train` has your loop's numbers. Compare the upper two rows with each other, then with the
+# lower two.
 
 # %% tags=["held"]
 held = ranks.get("{key: [n / 2**10 for n in probe.row()] for key, (_, probe) in runs.items()}")[0]
-kinds = ["parameters", "gradients", "AdamW's averages", "gathered in a step", "reduced in a step"]
-Table(["KiB", *ways], [[f"{kind}, {name}", *(round(held[way, how][place]) for way in ways)]
-      for how, name in (("full", "all parameters"), ("lora", "LoRA")) for place, kind in enumerate(kinds)])
+kib = {f"{way}, {how}": held[way, how] for how in ("full", "lora") for way in ways[::2]}
+plots.amounts({
+    "between steps": {run: dict(zip(("parameters", "gradients", "AdamW's averages"), row)) for run, row in kib.items()},
+    "in one step": {run: {"gathered": row[3], "reduced": row[4]} for run, row in kib.items()},
+}, unit="KiB", alt="What rank 0 holds between steps, and gathers and reduces in one: own loop and Trainer, full and LoRA.")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
 for way in ways:
     full, lora = held[way, "full"], held[way, "lora"]
     assert lora[4] < 0.05 * full[4] < lora[3] < 1.1 * full[3]
     assert full[:3] == held[ways[0], "full"][:3] and lora[:3] == held[ways[0], "lora"][:3]  # noqa: PT018
+assert held[ways[1], "full"] == held[ways[0], "full"] and held[ways[1], "lora"] == held[ways[0], "lora"]  # noqa: PT018
 assert 1 < held["Trainer", "full"][3] / held[ways[0], "full"][3] < 1.03
 
 # %% [markdown]
@@ -524,13 +495,12 @@ assert 1 < held["Trainer", "full"][3] / held[ways[0], "full"][3] < 1.03
 # `shard` leaves them in the model's own unit, which stays gathered until backward ends. Embedding and head of Llama 3
 # 8B are 2 GiB in bf16: in your own loop, make them units as in [lesson 1](01_transformer_wrapper.ipynb).
 #
-# **From all parameters to LoRA**, a rank holds 188 instead of 658 KiB between steps. Gradients and averages remain
-# for the adapters alone and shrink to 4%, as do the reduced bytes. What is gathered doesn't shrink, because frozen
-# weights compute, too ([lesson 9](09_child_tuning.ipynb)).
+# **From all parameters to LoRA**, a rank holds 188 instead of 658 KiB between steps, as gradients and averages remain
+# for the adapters alone. What is gathered doesn't shrink: frozen weights compute, too ([lesson 9](09_child_tuning.ipynb)).
 #
 # ## Your turn 1 · Train adapters only
 #
-# In the LoRA runs PEFT froze the base model. Now you do it, for a model with adapters, not yet sharded, in which
+# In the LoRA runs PEFT froze the base model. Now you do it, for an unsharded model with adapters, in which
 # *every* parameter requires a gradient. Write `prepare(model)`: it lets only the adapters be trained (12 tensors,
 # with `lora_` in their names), shards the model by `shard(model)`, and returns the optimizer. The turn takes four
 # steps with it, and compares the losses with the LoRA run above.
@@ -629,7 +599,7 @@ def prepare(model):                             # torch's default weight decay
 # does it by `gradient_accumulation_steps=2`. Write `accumulate(model, parts)`, which does the same in your loop for
 # `parts`, this rank's list of micro-batches for one step. It
 #
-# - runs forward and backward on each, so that the gradients are those of the mean over *all labels of the step*;
+# - runs forward and backward on each: the gradients are those of the mean over *all labels of the step*;
 # - reduces the gradients once, not with each micro-batch;
 # - holds the activations of one micro-batch at a time;
 # - returns this rank's loss, without gradient: its mean over the ranks is that mean over all labels.
@@ -638,8 +608,7 @@ def prepare(model):                             # torch's default weight decay
 #
 # <details><summary>Hint</summary>
 #
-# `labels_of(part)` are the labels of one micro-batch on this rank, and `labels_per_rank(parts)` counts over all
-# micro-batches that you give it. After
+# `labels_of(part)` counts this rank's labels in one micro-batch; `labels_per_rank(parts)`, all of them. After
 # `model.set_requires_gradient_sync(False)`, backward keeps its gradients on this rank, until you set it to True.
 #
 # </details>
@@ -671,8 +640,7 @@ ACCUMULATED = {
     "norm of step 1, divided by Trainer's": exactly(1, "This is not the gradient of the loss that you return: call backward on it once for each part, and reduce the last."),
     "losses of steps 2 to 4 as Trainer's": exactly(True, "The steps after the first one differ: divide each part by the labels of the whole step, not by its own."),
     "samples on a rank with activations at once": at_most(
-        BATCH // world // 2, "The activations of all micro-batches are there at once: call backward after each forward."
-    ),
+        BATCH // world // 2, "The activations of all micro-batches are there at once: call backward after each forward."),
     "KiB reduced in a step": exactly(
         ONCE, less="Nothing is reduced: each rank would step with its own gradients.",
         more="Each micro-batch reduces all gradients: only the last one has to.",
@@ -811,7 +779,7 @@ def accumulate(model, parts):                   # each rank would step with its 
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | loss and norm are as many times too large as there are ranks, and times the micro-batches | `Trainer` multiplies for a `num_items_in_batch` that the model ignores (BERT, T5) | `model.accepts_loss_kwargs = False` before `Trainer(...)`, then a mean of means |
+# | loss and norm are too large by ranks times micro-batches | the model ignores `num_items_in_batch` (BERT, T5) | `model.accepts_loss_kwargs = False` before `Trainer(...)` |
 # | `fsdp=True`, and each rank holds the whole model | Accelerate has no FSDP for this type of device, or the script runs without torchrun | look at `trainer.is_fsdp_enabled` |
 # | `AcceleratorState has already been initialized` | a `Trainer` of another precision ran in this process | a new process for each run |
 # | losses differ at step 1 | other samples (`Trainer` shuffles by its own seed), or a mean of means | `train_sampling_strategy="sequential"`; divide by all labels |
