@@ -34,17 +34,14 @@ def _llama() -> PreTrainedModel:
 
 def _bert() -> PreTrainedModel:
     sizes: Any = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
-    no_dropout: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForTokenClassification(
-        BertConfig(vocab_size=64, num_attention_heads=4, num_labels=64, **sizes, **no_dropout)
-    )
+    others: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 64}
+    return BertForTokenClassification(BertConfig(vocab_size=64, num_attention_heads=4, **sizes, **others))
 
 
 def _t5() -> PreTrainedModel:
     sizes: Any = {"d_model": 64, "d_kv": 16, "d_ff": 192, "num_layers": 3, "num_heads": 4}
-    return T5ForConditionalGeneration(
-        T5Config(vocab_size=64, **sizes, dropout_rate=0.0, decoder_start_token_id=0)
-    )
+    others: Any = {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(vocab_size=64, **sizes, **others))
 
 
 _MODELS: dict[str, Callable[[], PreTrainedModel]] = {"Llama": _llama, "BERT": _bert, "T5": _t5}
@@ -90,7 +87,8 @@ class TrainerOnCpus(Trainer):
         super().create_accelerator_and_postprocess()
         state: Any = self.accelerator.state
         if self.args.fsdp and state.distributed_type == DistributedType.MULTI_CPU:
-            plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            given: Any = self.args.fsdp_plugin_args
+            plugin = FullyShardedDataParallelPlugin(**given)
             if state.mixed_precision != "no":
                 plugin.set_mixed_precision(state.mixed_precision)
             state.fsdp_plugin, self.is_fsdp_enabled = plugin, True
@@ -126,7 +124,8 @@ def run_trainer(
     trainer = TrainerOnCpus(model=model, args=args, train_dataset=rows)  # pyright: ignore[reportArgumentType]
     trainer.remove_callback(PrinterCallback)  # it prints what log_history holds
     if policy is not None:
-        trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
+        state: Any = trainer.accelerator.state
+        state.fsdp_plugin.mixed_precision_policy = policy
     trainer.train()
     return [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
 
