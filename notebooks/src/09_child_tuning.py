@@ -64,8 +64,8 @@ lesson.card(
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It trains the same Llama in the four ways. For
-# each it prints the KiB of gradients and averages that rank 0 keeps, and the KiB of complete tensors that one step
+# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. For each of the four
+# ways it prints the KiB of gradients and averages that rank 0 keeps, and the KiB of complete tensors that one step
 # gathers and reduces, all rounded. (With PEFT, transformers 5.23 adds a harmless `FutureWarning`.)
 #
 # ```python
@@ -137,7 +137,7 @@ lesson.card(
 # this for each parameter, so one unit may hold frozen and trained ones. The weights themselves stay sharded, and
 # forward gathers them as before. You may freeze before `fully_shard` or after it.
 #
-# What else you save depends on *where* you freeze. The gradient has to pass through every block between the loss and
+# The rest depends on *where* you freeze. The gradient has to pass through every block between the loss and
 # the lowest trained parameter, so backward needs the weights of these blocks, trained or not. Below that parameter
 # nothing remains to be computed, so backward stops.
 #
@@ -281,8 +281,8 @@ assert above[4]["activations"] > 0.7 * above[0]["activations"]
 #
 # ## What adapters save, and what they gather
 #
-# [LoRA](https://arxiv.org/abs/2106.09685), the most common adapter, freezes a linear layer *W* and adds `B(A(x))`,
-# times a constant, to its output. *A* maps *x* down to *r* numbers and *B* maps them back up. Only *A* and *B*
+# [LoRA](https://arxiv.org/abs/2106.09685), the most common adapter, freezes a linear layer *W* and adds a multiple of
+# `B(A(x))` to its output. *A* maps *x* down to *r* numbers and *B* maps them back up. Only *A* and *B*
 # are trained: here *r* is 4, on two layers of each block. *B* begins with zeros, so the model begins as it was.
 #
 # PEFT puts adapters into every block unless you name some. The lowest are then in block 0, so backward goes all the
@@ -342,11 +342,11 @@ assert (once["gathered again"], round(once["moved"])) == (0, 1619)
 # | all of these, or fast links | adapters, in the upper blocks only | perhaps accuracy, not measured here |
 # | training samples | a mask (perhaps less overfitting) | one more setting to tune, no savings |
 #
-# With the base ignored, a rank holds four times the weights, and only the adapters move: 24 KiB, three times. A
+# With the base ignored, each of the four ranks holds all weights, and only the adapters move: 24 KiB, three times. A
 # middle way, `reshard_after_forward=False`, keeps the gathered blocks until backward: adapters then move 1,619 KiB
 # instead of 3,182, but after forward each rank holds the whole model.
 #
-# Now for a model of real size, on 8 ranks. Llama 3 8B in float32 takes 15 GiB on each rank for weights, gradients and
+# Now for a real size: on 8 ranks, Llama 3 8B in float32 takes 15 GiB on each rank for weights, gradients and
 # averages. With adapters, the weights remain: 3.7 GiB, or 1.9 if the base is in bfloat16. Every step then
 # gathers 28 GiB of bfloat16: about a second at 25 GB/s per rank, under a tenth of one at 400 GB/s. Ignored, that base
 # takes 15 GiB on each rank, and only adapters are gathered. **Shard the frozen weights, unless they fit whole and
@@ -553,9 +553,8 @@ def whole(model):
 # %% [markdown]
 # ## Masks: what still moves
 #
-# [Child tuning](https://arxiv.org/abs/2109.05687) trains a part of the weights, a "child network", in another way:
-# it multiplies each gradient by a mask of zeros and ones before AdamW sees it. It was proposed against overfitting
-# on small data sets. `ChildTuningAdamW` replaces AdamW and has both of the paper's modes:
+# [Child tuning](https://arxiv.org/abs/2109.05687) multiplies each gradient by a mask of zeros and ones before AdamW
+# sees it. It was proposed against overfitting on small data sets. `ChildTuningAdamW` replaces AdamW and has both of the paper's modes:
 #
 # - **F** ("task-free") draws a new mask at each step. An element of a gradient is kept with probability *p*, and
 #   divided by *p*, so that its mean stays the same.
@@ -605,7 +604,7 @@ Table(["masked by", "of 1,000 weights, moved by step 2"], list(moved.items()))
 #
 # ## What does each way cost in accuracy?
 #
-# Bytes are half of the answer. A small unsharded model learns scikit-learn's digits 0 to 4, real images of 8 by
+# A small unsharded model learns scikit-learn's digits 0 to 4, real images of 8 by
 # 8 pixels. Then it gets a new head and is fine-tuned for 100 steps on **40 images** of the digits 5 to 9, in five
 # ways: all weights, both masks with *p* = 0.3, the last two of its three layers, and adapters with *r* = 4 beside the
 # new head. Each way gets four learning rates, because their optima differ, and eight seeds for each rate.
