@@ -520,7 +520,7 @@ def whole(model):                               # the matrices alone; a generato
 # %% tags=["right"] turn=2
 def whole(model):                               # a dict's values
     blocks = nn.ModuleList(model.model.layers[-2:])
-    return dict((n, p) for n, p in blocks.named_parameters() if "lora_" not in n).values()
+    return {n: p for n, p in blocks.named_parameters() if "lora_" not in n}.values()
 
 # %% tags=["wrong"] turn=2 says="leave out what has `requires_grad`"
 def whole(model):                               # the adapters, too
