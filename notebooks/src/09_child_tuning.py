@@ -1,51 +1,72 @@
 # %% [markdown]
 # # 9 · Child fine-tuning
 #
-# Which weights may fine-tuning leave unchanged: frozen, adapters, or masked? **Freeze what you can with
-# `requires_grad=False`, or train adapters: FSDP2 then keeps and reduces no gradient of the rest. Masks on the
-# gradients, which is child tuning, save no memory and no bytes, and on this lesson's task, with 30% kept,
-# they gain nothing.**
+# You fine-tune a pretrained model. Which of its weights may stay unchanged: frozen ones, all but small adapters,
+# or those under a mask? **Train adapters, or freeze the blocks nearest the input with `requires_grad=False`: FSDP2
+# then keeps and reduces no gradients for the rest. Backward stops at the lowest weight that is trained, so if your
+# accuracy allows it, train nothing in the lower blocks: that saves their activations and their second gather, too.
+# A mask on the gradients, called child tuning, saves no memory and no communication.**
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
 
-WAYS = {  # for each of six blocks: the share that is trained, and whether backward gathers it again
-    "all weights": [(1, True)] * 6,
-    "the last two blocks": [(0, False)] * 3 + [(0, True)] + [(1, True)] * 2,
-    "adapters": [(0.12, True)] * 6,
-    "masked": [(1, True)] * 6,
+WAYS = {  # the width that is trained in each of six blocks; adapters are drawn too wide
+    "all weights": [1] * 6,
+    "the last two blocks": [0] * 4 + [1] * 2,
+    "adapters": [0.12] * 6,
+    "adapters in the last two": [0] * 4 + [0.12] * 2,
 }
-fig, panels = plots.figure(4, width=9.4, height=2.4)
-for axes, (title, blocks) in zip(panels, WAYS.items()):
-    for block, (trained, again) in enumerate(blocks):
-        axes.barh(block, 1, height=0.8, color=plots.FAINT)
-        hatch = {"hatch": "////", "edgecolor": plots.CARD, "linewidth": 0} if title == "masked" else {}
-        axes.barh(block, trained, height=0.8, color=plots.RANK_COLORS[0], **hatch)
-        axes.text(1.04, block, "↺" if again else "", va="center")
-    axes.set(title=title, xlim=(0, 1.2), xticks=[])
-    axes.set_yticks(range(6), [f"block {n}" if axes is panels[0] else "" for n in range(6)])
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-plots.show(fig, alt="Six blocks in four ways to fine-tune: which part is trained, what is gathered again.")
+SHARES = {  # % of all weights; a cell below holds them against a run
+    "kept": ("gradients, averages", [100, 34, 2, 1]),
+    "moved": ("bytes moved", [100, 61, 68, 51]),
+    "activations": ("activations", [100, 34, 72, 25]),
+    "MFLOP": ("FLOPs", [100, 56, 67, 44]),
+}
+places = ["block 0 (input)", *(f"block {n}" for n in range(1, 5)), "block 5 (loss)"]
+fig, _ = plots.figure(width=9.4, height=4.0)
+fig.clear()
+for column, ((title, blocks), upper, lower) in enumerate(zip(WAYS.items(), *fig.subplots(2, 4, height_ratios=[3, 2]))):
+    upper.barh(range(6), 1, height=0.8, color=plots.FAINT)
+    upper.barh(range(6), blocks, height=0.8, color=plots.RANK_COLORS[0])
+    lowest = next(block for block, trained in enumerate(blocks) if trained)
+    upper.annotate("", (1.1, lowest - 0.5), (1.1, 5.5), arrowprops={"arrowstyle": "->", "color": plots.RANK_COLORS[1]})
+    if lowest:
+        upper.text(1.04, lowest - 1, "↺", va="center", color=plots.RANK_COLORS[1])
+    upper.set(title=title, xlim=(0, 1.25), xticks=[])
+    upper.set_yticks(range(6), [""] * 6 if column else places)
+    values = [shares[column] for _, shares in SHARES.values()]
+    lower.barh(range(4), values, height=0.7, color=plots.RANK_COLORS[0])
+    for row, value in enumerate(values):
+        lower.text(value + 3, row, f"{value}%", va="center", fontsize=8)
+    lower.set(xlim=(0, 135), xticks=[])
+    lower.set_yticks(range(4), [""] * 4 if column else [name for name, _ in SHARES.values()])
+    lower.invert_yaxis()
+    for axes in (upper, lower):
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+plots.show(fig, alt="Four ways to fine-tune six blocks: what is trained, how far backward goes, and what a step costs.")
 
 # %% [markdown]
-# A drawing of the four ways, with six blocks as units. (Adapters are drawn far too wide.) Blue weights are
-# trained: they have gradients and AdamW's two averages. Grey ones are frozen. Hatched: a mask lets only a
-# part of each gradient through. ↺ marks a block whose weights are gathered a second time, for backward.
+# The drawing shows four ways to fine-tune a small Llama of six blocks, each an FSDP2 unit. Blue weights are trained,
+# grey ones are frozen (adapters are drawn too wide). The arrow is backward, from the loss down to the lowest trained
+# weight. It gathers every block on its way again, and the block at ↺ ahead of time, for nothing. Beneath are the
+# measured costs of a step. Compare the second and the third column: adapters remove almost all gradients, the
+# short arrow two thirds of the activations. The fourth column has both.
 
 # %% tags=["card"]
 lesson.card(
     9,
-    learn="what freezing, adapters and masks each save under FSDP2, and what they do not",
+    learn="what freezing, adapters and masks each save under FSDP2, and what they cost",
     needs="[lesson 1](01_transformer_wrapper.ipynb)",
-    minutes=(1, 12, 25),
+    minutes=(1, 17, 14),
 )
 
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It trains the same Llama in the four
-# ways, and prints what rank 0 holds and what one step gathers and reduces.
+# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. For each of the four
+# ways it prints the KiB of gradients and averages that rank 0 keeps, and the KiB of complete tensors that one step
+# gathers and reduces, all rounded. (With PEFT, transformers 5.23 adds a harmless `FutureWarning`.)
 #
 # ```python
 # import torch
@@ -55,7 +76,7 @@ lesson.card(
 # from torch.distributed.fsdp import fully_shard
 # from transformers import LlamaConfig, LlamaForCausalLM
 #
-# from fsdp_utils import ChildTuningAdamW, record_collectives
+# from fsdp_utils import record_collectives
 #
 # device = "cuda" if torch.cuda.is_available() else "cpu"
 # dist.init_process_group("nccl" if device == "cuda" else "gloo")
@@ -64,61 +85,65 @@ lesson.card(
 # mesh = init_device_mesh(device, (dist.get_world_size(),))    # without it a Mac would take its GPU
 # sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}
 #
-#
-# def train(way):
+# for way in ("all weights", "last two", "adapters", "adapters, last two"):
 #     torch.manual_seed(0)
 #     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).to(device)    # your pretrained model
 #     blocks = model.model.layers
-#     if way == "adapters":                                    # PEFT adds them in place, and freezes the rest
-#         get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 #     if way == "last two":
-#         model.requires_grad_(False)
-#         for part in [*blocks[4:], model.model.norm, model.lm_head]:
-#             part.requires_grad_(True)
+#         for part in [model.model.embed_tokens, *blocks[:4]]:
+#             part.requires_grad_(False)
+#     if "adapters" in way:                                    # PEFT adds them in place, and freezes the rest
+#         where = [4, 5] if "two" in way else None             # None: in every block
+#         get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=where))
 #     for part in [*blocks, model]:
 #         fully_shard(part, mesh=mesh)
-#     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-#     optimizer = (ChildTuningAdamW if way == "masked" else torch.optim.AdamW)(trained, lr=1e-3)
+#     trained = [p for p in model.parameters() if p.requires_grad]
+#     optimizer = torch.optim.AdamW(trained, lr=1e-3)
 #     torch.manual_seed(1 + dist.get_rank())                   # other samples on each rank
 #     for step in range(3):
 #         ids = torch.randint(64, (4, 30), device=device)      # your data
 #         optimizer.zero_grad()
-#         with record_collectives(model) as trace:
+#         with record_collectives(model) as trace:             # notes every collective of this step
 #             model(input_ids=ids, labels=ids).loss.backward()
 #         optimizer.step()
-#     kept = [p.grad for _, p in trained]
+#     kept = [p.grad for p in trained]
 #     kept += [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-#     found = [sum(t.to_local().nbytes for t in kept), *map(trace.bytes_by_kind().get, ("all_gather", "reduce_scatter"))]
+#     kept, moved = sum(t.to_local().nbytes for t in kept) / 2**10, trace.bytes_by_kind()
+#     gathers, reduces = moved["all_gather"] / 2**10, moved["reduce_scatter"] / 2**10
 #     if dist.get_rank() == 0:
-#         kept, gathered, reduced = (f"{n / 2**10:5,.0f} KiB" for n in found)
-#         print(f"{way:11}: gradients and AdamW {kept}, gathered {gathered}, reduced {reduced}")
-#
-#
-# for way in ("all weights", "last two", "adapters", "masked"):
-#     train(way)
+#         print(f"{way:18}: keeps {kept:5,.0f} KiB, gathers {gathers:5,.0f}, reduces {reduces:5,.0f}, "
+#               f"together {gathers + reduces:5,.0f}")
 # dist.destroy_process_group()
 # ```
 # ```text
-# all weights: gradients and AdamW 1,178 KiB, gathered 3,110 KiB, reduced 1,571 KiB
-# last two   : gradients and AdamW   397 KiB, gathered 2,341 KiB, reduced   529 KiB
-# adapters   : gradients and AdamW    18 KiB, gathered 3,158 KiB, reduced    24 KiB
-# masked     : gradients and AdamW 1,178 KiB, gathered 3,110 KiB, reduced 1,571 KiB
+# all weights       : keeps 1,178 KiB, gathers 3,110, reduces 1,571, together 4,682
+# last two          : keeps   397 KiB, gathers 2,341, reduces   529, together 2,870
+# adapters          : keeps    18 KiB, gathers 3,158, reduces    24, together 3,182
+# adapters, last two: keeps     6 KiB, gathers 2,357, reduces     8, together 2,365
 # ```
 #
-# Adapters cut gradients, AdamW's averages and reduced bytes to 1.5%, and gather no less. The last two blocks
-# are the only way that gathers less. Masks change none of the three numbers.
+# The model takes 1,571 KiB in float32, and with all weights trained it **reduces** a gradient for each of them.
+# It **keeps** that gradient and AdamW's two averages, three tensors of which rank 0 has a quarter: 3 · 1,571 / 4 =
+# 1,178. It **gathers** the complete model in forward, and in backward the six blocks again, 256.5 KiB each, together
+# 3,110. (Embedding, norm and head belong to the root unit, which FSDP2 does not free after forward.)
 #
-# ## What `requires_grad=False` saves
+# The other rows follow. The last two blocks, the final norm and the head are 529 KiB, a third of the model, so a
+# third is kept and reduced, and backward gathers three blocks fewer. The adapters are 24 KiB: almost nothing is
+# kept or reduced, but backward gathers every block again; with adapters in the last two blocks, only three.
 #
-# A frozen parameter has no gradient, so there is nothing to reduce, and AdamW makes no averages for it. FSDP2
-# decides this parameter by parameter, so a unit may hold both kinds. The weights themselves stay sharded, and
-# forward gathers them as before.
+# ## Where you freeze decides what you save
 #
-# **Where** you freeze decides the rest. Backward goes from the loss down to the lowest trained parameter
-# (with `enable_input_require_grads()`, down to the embedding), and needs the weights of every block on that
-# way. The next cell freezes one block after the other, from the bottom and from the top. `llama(trains)`
-# (folded) builds the script's model and trains the parameters for whose name `trains` returns True;
-# `one_step(model)` shards it, takes one step and counts.
+# A frozen parameter has no gradient, so FSDP2 has nothing to reduce, and AdamW makes no averages for it. FSDP2 decides
+# this for each parameter, so one unit may hold frozen and trained ones. The weights themselves stay sharded, and
+# forward gathers them as before. You may freeze before `fully_shard` or after it.
+#
+# The rest depends on *where* you freeze. The gradient has to pass through every block between the loss and
+# the lowest trained parameter, so backward needs the weights of these blocks, trained or not. Below that parameter
+# nothing remains to be computed, so backward stops.
+#
+# The next cells freeze one block after the other, once from below (the embedding, then block 0 upwards) and once
+# from above (the head and the final norm, then block 5 downwards). `one_step` takes the script's step and measures
+# activations and FLOPs, too.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -128,15 +153,15 @@ ranks.start(preload=["transformers.models.llama.modeling_llama", "peft", "sklear
 # %%
 # %%ranks
 import copy
-import re
 import warnings
 
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
@@ -147,163 +172,234 @@ from fsdp_utils import ChildTuningAdamW, fisher_mask, record_collectives
 torch.set_num_threads(1)
 rank, world = dist.get_rank(), dist.get_world_size()
 
-# %% jupyter={"source_hidden": true}
+# %%
 # %%ranks
 device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 mesh = init_device_mesh(device.type, (world,))
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")    # PEFT asks transformers for it
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}
+SAMPLES = torch.randint(64, (4, 30), generator=torch.Generator().manual_seed(rank)).to(device)    # this rank's
 
 
-def llama(trains):
+def llama():
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **SIZES)).to(device)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(bool(trains(name)))
-    return model
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **SIZES)).to(device)
 
 
-def part(tensor):
-    """What this rank holds of a tensor."""
+def local(tensor):                              # the part of it that this rank holds
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def activations(model):
+    """KiB that forward keeps for backward, without the weights; before sharding."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=SAMPLES, labels=SAMPLES)
+    return sum(storage.nbytes() for storage in kept.values()) / 2**10
 
 # %%
 # %%ranks
-def one_step(model, **options):
-    """Shard a model, take one step, and count as the script does."""
+def one_step(model, make_optimizer=torch.optim.AdamW, **options):
+    """Shard a model, take one step, and count; bytes in KiB."""
+    held = activations(model)
     for unit in [*model.model.layers, model]:
         fully_shard(unit, mesh=mesh, **options)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained)
-    ids = torch.randint(64, (4, 30), generator=torch.Generator().manual_seed(rank)).to(device)
+    optimizer = make_optimizer(trained)
     with record_collectives(model) as trace, FlopCounterMode(display=False) as flops:
-        model(input_ids=ids, labels=ids).loss.backward()
+        model(input_ids=SAMPLES, labels=SAMPLES).loss.backward()
     optimizer.step()
     kept = [p.grad for p in trained]
     kept += [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    gathers = [event for event in trace.events if event.kind == "all_gather"]
     return {
-        "weights": sum(part(p).nbytes for p in model.parameters()) / 2**10,
-        "kept": sum(part(t).nbytes for t in kept) / 2**10,
-        "gathered": sum(event.bytes for event in gathers) / 2**10,
-        "gathered again": sum(event.phase == "backward" for event in gathers),
+        "weights": sum(local(p).nbytes for p in model.parameters()) / 2**10,
+        "kept": sum(local(t).nbytes for t in kept) / 2**10,
+        "activations": held,
+        "moved": sum(event.bytes for event in trace.events) / 2**10,
+        "gathered again": sum(e.kind == "all_gather" and e.phase == "backward" for e in trace.events),
         "MFLOP": flops.get_total_flops() / 1e6,
     }
 
 
 # %% tags=["freezing"]
 # %%ranks
-def place(name):                                # 0: embedding; 1 to 6: blocks; 7: the last norm and the head
-    block = re.search(r"layers\.(\d)\.", name)
-    return int(block[1]) + 1 if block else 0 if "embed" in name else 7
+def frozen(count, above=False):
+    """The Llama with one of its ends and `count` blocks frozen."""
+    model = llama()
+    inner = model.model
+    ends, blocks = [inner.embed_tokens], list(inner.layers)
+    if above:
+        ends, blocks = [model.lm_head, inner.norm], blocks[::-1]
+    for module in ends + blocks[:count]:
+        module.requires_grad_(False)
+    return model
 
 
-from_below = [one_step(llama(lambda name, k=k: place(name) > k)) for k in range(7)]    # frozen: 1 to k, and 0
-from_above = [one_step(llama(lambda name, k=k: place(name) < 7 - k)) for k in range(7)]
+from_below = [one_step(frozen(count)) for count in range(7)]
+from_above = [one_step(frozen(count, above=True)) for count in range(7)]
 
 # %% jupyter={"source_hidden": true}
 below, above = ranks.get("(from_below, from_above)")[0]
-fig, panels = plots.figure(3, width=9.4, height=2.6)
-shown = {"kept": "gradients and averages, KiB", "gathered again": "gathers in backward", "MFLOP": "MFLOP of a step"}
+fig, panels = plots.figure(4, width=9.4, height=2.5)
+shown = {"kept": "gradients, averages, KiB", "activations": "activations, KiB", "gathered again": "gathers in backward",
+         "MFLOP": "MFLOP of a step"}
 for axes, (what, title) in zip(panels, shown.items()):
-    axes.plot([f[what] for f in above], color=plots.RANK_COLORS[1], linewidth=5, label="frozen from above")
-    axes.plot([f[what] for f in below], color=plots.RANK_COLORS[0], marker="o", label="frozen from below")
-    axes.set(title=title, xlabel="blocks that are frozen", ylim=(0, None), xticks=range(7))
-panels[0].legend()
-plots.show(fig, alt="Kept bytes, gathers in backward and FLOPs, by the number of frozen blocks.")
+    axes.plot([f[what] for f in above], color=plots.RANK_COLORS[1], linewidth=5, label="from above, head first")
+    axes.plot([f[what] for f in below], color=plots.RANK_COLORS[0], marker="o", label="from below, embedding first")
+    axes.set(title=title, xlabel="frozen blocks", ylim=(0, None), xticks=range(7))
+panels[2].legend(loc="lower left", fontsize=6)
+plots.show(fig, alt="Kept bytes, activations, gathers in backward and FLOPs, by the number of frozen blocks.")
 
 # %% tags=["check"] jupyter={"source_hidden": true}
 assert [f["gathered again"] for f in below] == [6, 6, 5, 4, 3, 2, 1]
 assert {f["gathered again"] for f in above[:6]} == {6}
 assert above[5]["MFLOP"] > 1.2 * below[5]["MFLOP"]
+assert above[4]["activations"] > 0.7 * above[0]["activations"]
 
 # %% [markdown]
-# **Left:** for gradients and AdamW's averages it makes almost no difference where you freeze. (The embedding
-# is frozen in every run from below, the last norm and the head in every run from above.) **Middle and
-# right:** frozen from below, each block saves its whole backward, and each after the first also its second
-# all-gather. Frozen from above, a block saves only the FLOPs of its weights' gradients, because the gradient
-# still has to pass through it to the blocks below. Frozen from below, from the first frozen block on, one
-# more gather is made than is needed: FSDP2 prefetches the next block down before backward stops.
+# In the first panel the lines lie on each other: for gradients and averages it makes no difference where you
+# freeze. In the other three it does. A block frozen **from below** (blue) also saves its activations, its second
+# gather and its whole backward. A block frozen **from above** (orange) saves, of these, only the FLOPs of its own
+# weights' gradients and some activations, because the gradient still passes through it to the blocks below. So if
+# the early layers are good enough for your task, freeze from below.
 #
-# A frozen block above also keeps the activations that backward needs; one below the first trained parameter
-# keeps none. So if the early layers are good enough for your task, freeze from below.
+# Why does the first frozen block save no gather? While backward works on a block, FSDP2 already gathers the next
+# one below, to hide the communication, even where backward is about to stop. In the drawing that is block 3.
+#
+# **To check your own run**, count the gathers in backward as `one_step` does. With the default
+# `reshard_after_forward`, there should be one for each block down to the lowest trained one, and one more if a block
+# lies below that. Tied embeddings and transformers' activation checkpointing both send backward further down, without
+# a word: see [the table at the end](#When-it-goes-wrong).
 #
 # ## What adapters save, and what they gather
 #
-# [LoRA](https://arxiv.org/abs/2106.09685) freezes a linear layer *W* and adds `B(A(x))` to its output. *A*
-# maps down to *r* numbers and *B* back up, times `lora_alpha / r`; *B* begins with zeros. Only *A* and *B*
-# are trained, here 6,144 numbers of 408,384. But backward has to pass through every block, so every block is
-# gathered twice a step.
+# [LoRA](https://arxiv.org/abs/2106.09685), the most common adapter, freezes a linear layer *W* and adds a multiple of
+# `B(A(x))` to its output. *A* maps *x* down to *r* numbers and *B* maps them back up. Only *A* and *B*
+# are trained: here *r* is 4, on two layers of each block. *B* begins with zeros, so the model begins as it was.
 #
-# Could the frozen weights stay whole on each rank, so that nobody gathers them? `fully_shard` takes
-# `ignored_params` for that:
+# PEFT puts adapters into every block unless you name some. The lowest are then in block 0, so backward goes all the
+# way down. With `layers_to_transform=[4, 5]` it stops as early as with four frozen blocks.
+#
+# Are the gathers necessary at all? Frozen weights never change, so each rank could keep them complete:
+# `fully_shard` leaves the parameters in `ignored_params` as they are. The next cell
+# measures the four ways, and adapters with the base ignored. The last column repeats them with [lesson
+# 7](07_mixed_precision.ipynb)'s policy: parameters gathered in bfloat16, gradients reduced in float32. Look at the two
+# columns of bytes moved.
 
 # %%
 # %%ranks
-found = {}
-for way in ("sharded", "ignored, whole on each rank"):
-    model = llama(lambda name: False)
-    get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))    # trains the adapters alone
-    frozen = {p for p in model.parameters() if not p.requires_grad}
-    found[way] = one_step(model, ignored_params=frozen if way != "sharded" else None)
+def adapted(blocks=None):
+    model = llama()
+    get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=blocks))
+    return model
+
+
+ways = {"all weights": llama, "last two blocks": lambda: frozen(4), "adapters": adapted,
+        "adapters, last two blocks": lambda: adapted([4, 5])}
+bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+found = {way: one_step(make()) for way, make in ways.items()}
+for way, make in ways.items():
+    found[way]["moved, bf16"] = one_step(make(), mp_policy=bf16)["moved"]
+model = adapted()
+base = {p for p in model.parameters() if not p.requires_grad}
+found["adapters, base ignored"] = one_step(model, ignored_params=base)
 
 # %%
 from fsdp_utils.lessons.tables import Table
 
 found = ranks.get("found")[0]
-assert found["ignored, whole on each rank"]["weights"] > 1.9 * found["sharded"]["weights"]
-rows = [[way, *(round(f[what]) for what in ("weights", "kept", "gathered"))] for way, f in found.items()]
-head = ["frozen weights", "weights on rank 0, KiB", "gradients and averages, KiB", "gathered in a step, KiB"]
-Table(head, rows)
+kinds = {"weights": "weights", "kept": "gradients and averages", "activations": "activations", "moved": "moved",
+         "moved, bf16": "moved, bf16"}
+rows = [[way, *(round(f[kind]) if kind in f else "" for kind in kinds)] for way, f in found.items()]
+Table(["KiB on rank 0", *kinds.values()], rows)
+
+# %% tags=["check"] jupyter={"source_hidden": true}
+first, *_ = list(found.values())
+for kind, (_, shares) in SHARES.items():
+    assert [round(100 * f[kind] / first[kind]) for f in list(found.values())[:4]] == shares
+masked, once = ranks.get("(one_step(llama(), ChildTuningAdamW), one_step(adapted(), reshard_after_forward=False))")[0]
+assert masked == {kind: first[kind] for kind in masked}
+assert (once["gathered again"], round(once["moved"])) == (0, 1619)
 
 # %% [markdown]
-# The choice is memory against bytes. A model of 8 billion parameters in bfloat16 takes 15 GiB on each rank if
-# it is ignored. Sharded on 8 ranks it takes 1.9 GiB, and every step gathers 30 GiB. Shard unless the whole
-# model fits and the links are the slow part. (`ignored_params` are not moved to the GPU for you, and not cast
-# by a `MixedPrecisionPolicy`.)
+# In float32, freezing four blocks moves fewer bytes than adapters in all blocks. In bfloat16 it is the other way round:
+# gathers are halved, reductions are not, and adapters have hardly any. Adapters in the last two blocks move less
+# than either. So choose by what you lack:
 #
-# A frozen base may have another dtype than its adapters: FSDP2 asks for one dtype per unit only among the
-# parameters that are *trained*, so a bfloat16 base with float32 adapters works. [Lesson
-# 17](17_fine_tune_three_ways.ipynb) fine-tunes with PEFT, and saves the adapters alone.
+# | what you lack | way | what you pay |
+# |:--|:--|:--|
+# | nothing: everything fits | train all weights | 16 bytes per parameter in float32 |
+# | memory for gradients and AdamW | adapters in all blocks | most activations stay; perhaps accuracy |
+# | compute, or memory for activations | freeze the lower blocks | perhaps accuracy |
+# | all of these, or fast links | adapters, in the upper blocks only | perhaps accuracy, not measured here |
+# | training samples | a mask (perhaps less overfitting) | one more setting to tune, no savings |
+#
+# With the base ignored, each of the four ranks holds all weights, and only the adapters move: 24 KiB, three times. A
+# middle way, `reshard_after_forward=False`, keeps the gathered blocks until backward: adapters then move 1,619 KiB
+# instead of 3,182, but after forward each rank holds the whole model.
+#
+# Now for a real size: on 8 ranks, Llama 3 8B in float32 takes 15 GiB on each rank for weights, gradients and
+# averages. With adapters, the weights remain: 3.7 GiB, or 1.9 if the base is in bfloat16. Every step then
+# gathers 28 GiB of bfloat16: about a second at 25 GB/s per rank, under a tenth of one at 400 GB/s. Ignored, that base
+# takes 15 GiB on each rank, and only adapters are gathered. **Shard the frozen weights, unless they fit whole and
+# the gathers take longer than the computation that could hide them.** If you ignore them, move them to the GPU and
+# cast them yourself: neither `fully_shard` nor a `MixedPrecisionPolicy` touches them.
+#
+# [Lesson 17](17_fine_tune_three_ways.ipynb) fine-tunes with PEFT, and saves the adapters alone.
 #
 # ## Your turn 1 · Freeze for a slow link
 #
-# Your link is slow, so backward may gather 4 blocks again, no more. Train as much as that allows: at most
-# 206,000 of the 402,240 parameters may be frozen. Write `trains(name)`: True if the parameter is trained. The
-# names are those of transformers, such as `model.embed_tokens.weight`,
-# `model.layers.5.self_attn.q_proj.weight`, `model.norm.weight` and `lm_head.weight`.
+# **Goal:** backward gathers no more than 4 blocks, and you train as many parameters as that allows: at most 206,000
+# of the 402,240 may be frozen.
+#
+# **Write** `trains(name)`, which returns True if the parameter of that name is to be trained. The names are those of
+# transformers: `model.embed_tokens.weight`, `model.layers.5.self_attn.q_proj.weight` (blocks are numbered from 0, at
+# the input), `model.norm.weight` and `lm_head.weight`.
 #
 # <details><summary>Hint</summary>
 #
-# Which is the lowest block that may be trained? Remember the block that is prefetched without need.
+# Which is the lowest block that may be trained? One of the 4 gathers is the one for nothing.
 #
 # </details>
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
+import re
+
 from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
 
 
 @turn(1, {
     "blocks that backward gathers": at_most(
-        4, lambda n: "Backward goes down to the lowest parameter that is trained, and gathers every block on "
-        "its way: something is trained too far down."
+        4, lambda n: "Something is trained too far down: backward gathers every block down to the lowest trained "
+        "parameter and, ahead of time, the one below."
     ),
     "frozen parameters": at_most(
         206_000, "Too much is frozen: the topmost blocks can be trained without more gathers."
     ),
 }, returns=False)
 def score_trains(trains):
-    model = llama(trains)
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    if frozen == sum(p.numel() for p in model.parameters()):
+    model = llama()
+    for name, p in model.named_parameters():
+        p.requires_grad_(bool(trains(name)))
+    left = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    if left == sum(p.numel() for p in model.parameters()):
         raise NotYet("Nothing is trained: is a `return` missing, or does no name match?")
-    return {"blocks that backward gathers": one_step(model)["gathered again"], "frozen parameters": frozen}
+    return {"blocks that backward gathers": one_step(model)["gathered again"], "frozen parameters": left}
 
 
 # %%
 # %%turn 1
-def trains(name):                               # such as "model.layers.5.mlp.up_proj.weight" -> bool
+def trains(name):                               # called for each parameter, from the embedding to the head
+    # Return True for the head, the final norm and the blocks that you train, else False.
     return None                                 # your lines here
 
 
@@ -323,18 +419,18 @@ def trains(name):                               # a match for a bool
     return re.match(r"model\.layers\.[345]|lm_head", name)
 
 # %% tags=["right"] turn=1
-frozen = {"embed_tokens", "0", "1", "2"}
+below = {"embed_tokens", "0", "1", "2"}
 
 def trains(name):
-    return frozen.isdisjoint(name.split("."))
+    return below.isdisjoint(name.split("."))
 
 # %% tags=["wrong"] turn=1 says="trained too far down"
 def trains(name):                               # the lowest instead of the highest
     return "layers.0." in name or "layers.1." in name
 
-# %% tags=["wrong"] turn=1 says="trained too far down"
-def trains(name):
-    return "layers.0." not in name
+# %% tags=["wrong"] turn=1 says="ahead of time, the one below"
+def trains(name):                               # four blocks, four gathers?
+    return any(f"layers.{n}." in name for n in (2, 3, 4, 5)) or "lm_head" in name
 
 # %% tags=["wrong"] turn=1 says="Too much is frozen"
 def trains(name):                               # the script's last two blocks
@@ -349,236 +445,170 @@ def trains(name):
     return name.startswith("layers.5")
 
 # %% [markdown]
-# ## Masks: what still moves
+# ## Your turn 2 · Which frozen weights stay whole?
 #
-# [Child tuning](https://arxiv.org/abs/2109.05687) multiplies each gradient by a mask of zeros and ones before
-# AdamW sees it. `ChildTuningAdamW` has both of the paper's modes:
+# The model has adapters in its last two blocks. A step moves 2,365 KiB, and each of 4 ranks holds 395 KiB of
+# weights. You have memory for a part of the base, not for the whole.
 #
-# - **F** ("task-free") draws the mask anew at each step: an element is kept with probability *p*, and divided
-#   by *p*.
-# - **D** ("task-driven") chooses once, before training: `fisher_mask` adds up the squared gradients of the
-#   task (the diagonal of the **Fisher information**) and keeps the fraction *p* of weights with the largest.
+# **Goal:** a step moves at most 1,400 KiB, and each rank holds at most 800 KiB of weights.
 #
-# All gradients are computed, reduced and stored as before, so nothing is saved. And a masked weight is not
-# always at rest. The cell takes two steps with gradients of 1 and counts, of 1,000 weights, those that are
-# masked in step 2 and move in it.
-
-# %%
-# %%ranks 0
-mask = torch.arange(1000) < 300                 # True: is trained
-
-
-def masked_that_move(make, by_hand=False):
-    p = nn.Parameter(torch.ones(1000))
-    optimizer = make([("p", p)])
-    for _ in range(2):
-        p.grad = torch.ones(1000) * (mask if by_hand else 1)
-        before = p.detach().clone()
-        squares = optimizer.state[p]["exp_avg_sq"].clone() if optimizer.state else torch.zeros(1000)
-        optimizer.step()
-    kept = optimizer.state[p]["exp_avg_sq"] > squares    # a gradient came through: its average has grown
-    return int((~kept & (p != before)).sum())
-
-
-fixed = {"mode": "task", "gradient_mask": {"p": mask}}
-moved = {
-    "mode F, p = 0.3": masked_that_move(lambda named: ChildTuningAdamW(named, reserve_p=0.3, seed=0)),
-    "mode D": masked_that_move(lambda named: ChildTuningAdamW(named, **fixed)),
-    "mode D, weight_decay=0.1": masked_that_move(lambda named: ChildTuningAdamW(named, weight_decay=0.1, **fixed)),
-    "p.grad *= mask, then AdamW as it is": masked_that_move(torch.optim.AdamW, by_hand=True),
-    "p.grad *= mask, weight_decay=0": masked_that_move(lambda n: torch.optim.AdamW(n, weight_decay=0), by_hand=True),
-}
-
-# %%
-moved = ranks.get("moved if rank == 0 else None")[0]
-assert list(moved.values())[1:] == [0, 700, 700, 0]
-Table(["masked by", "of 1,000 weights, masked and moving"], list(moved.items()))
-
-# %% [markdown]
-# In mode F, weights go on moving by the momentum of step 1. Weight decay is no part of the gradient, so no
-# mask stops it: torch's AdamW has 0.01 by default, `ChildTuningAdamW` has 0. The same holds for a parameter
-# that you freeze in mid-training with `zero_grad(set_to_none=False)`: its gradient is zero, not None, and
-# AdamW goes on moving it.
-#
-# **On several ranks** a mask has to be the same however the model is cut. `ChildTuningAdamW` draws each
-# element from the seed, the step and its place in the unsharded model, so the mask does not depend on the
-# number of ranks, and under hybrid sharding ([lesson 6](06_sharding_strategies.ipynb)) all copies of a shard
-# get the same mask. Compare with an unsharded twin:
-
-# %%
-# %%ranks
-def drawn_mask(model):
-    named = list(model.named_parameters())
-    optimizer = ChildTuningAdamW(named, betas=(0.0, 0.0), seed=0)
-    for _, p in named:
-        p.grad = torch.ones_like(p)
-    optimizer.step()                            # without momentum, exp_avg is the masked gradient
-    return [optimizer.state[p]["exp_avg"] != 0 for _, p in named]
-
-
-model = llama(lambda name: True)
-alone = drawn_mask(model)
-for unit in [*model.model.layers, model]:
-    fully_shard(unit, mesh=mesh)
-differ = sum((a != b.full_tensor()).sum().item() for a, b in zip(alone, drawn_mask(model)))
-print(f"{differ} of {sum(a.numel() for a in alone):,} elements differ")
-assert differ == 0
-
-# %% [markdown]
-# ## Your turn 2 · One threshold for all ranks
-#
-# Mode D needs one threshold for the whole model, and each rank has only the squared gradients of its shard.
-# Write `my_mask(squares, keep)`: it returns the mask of this rank's elements such that, over all ranks
-# together, the largest are kept, as many as the fraction `keep`. All squares lie between 0 and 1, and ranks
-# have different numbers of them. Do not gather the squares: of a model of billions of weights they would not
-# fit. Each rank may receive 4 KiB.
+# **Write** `whole(model)`. It returns the frozen parameters, in a list or a set, that each rank keeps complete; they
+# become `ignored_params`. The blocks are `model.model.layers`, the adapters in them have `requires_grad`.
 #
 # <details><summary>Hint</summary>
 #
-# Halve an interval, at first from 0 to 1: count the elements above its middle, and add up the counts of all
-# ranks by `dist.all_reduce`. Thirty halvings are enough.
+# A block takes 256.5 KiB, of which each rank has a quarter already, so there is room for two. Which blocks are
+# gathered in forward *and* in backward, because the gradient passes through them?
 #
 # </details>
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-from fsdp_utils.collectives.c10d_hooks import listen_to_calls
-
-
-def of_all(number, op=dist.ReduceOp.SUM):
-    number = torch.as_tensor(number, dtype=torch.float64, device=device)
-    dist.all_reduce(number, op)
-    return number.item()
-
-
 @turn(2, {
-    "fraction of all elements that is kept": exactly(
-        0.3, less="Fewer than `keep` of all elements are kept: is the count one over all ranks?",
-        more="More than `keep` of all elements are kept: is the count one over all ranks?",
+    "adapters that no rank reduces": exactly(
+        0, "You keep adapters out of FSDP2 as well, so no one averages their gradients and the ranks would train "
+        "different models: leave out what has `requires_grad`."
     ),
-    "every kept square is larger than every square left out": exactly(
-        True, "Some rank keeps squares that are smaller than what another leaves out: the threshold must be the "
-        "same on all ranks, and the larger squares must be those above it."
+    "KiB of weights on each rank": at_most(
+        round(1067 / world + 533), "More is kept whole than fits: there is room for two blocks."
     ),
-    "KiB received": at_most(4, "The ranks exchange too much: exchange counts, not squares."),
+    "KiB moved in a step": at_most(
+        1400, lambda n: "Nothing large is kept whole: return the parameters of whole blocks." if n > 2300 else
+        "Use all the room for blocks that forward and backward both gather. The lower blocks are gathered in forward "
+        "alone, and where block 3 is kept whole, block 2 is gathered ahead in its place."
+    ),
 })
-def score_mask(my_mask):
-    size = 2000 + 500 * rank
-    generator = torch.Generator().manual_seed(rank)
-    squares = (torch.rand(size, generator=generator, dtype=torch.float64) / (rank + 1)).float().to(device)
-    received = []
-
-    def note(call, issue):
-        received.append(call.bytes_out)
-        return issue()
-
-    with listen_to_calls(note):
-        mask = my_mask(squares.clone(), 0.3)
-    mask = torch.as_tensor(mask, device=device)
-    if mask.shape != squares.shape or mask.dtype != torch.bool:
-        raise NotYet("Return one bool for each element of `squares`, such as `squares > threshold`.")
-    least = squares[mask].min().item() if mask.any() else 2.0
-    most = squares[~mask].max().item() if not mask.all() else -1.0
+def score_whole(whole):
+    model = adapted([4, 5])
+    answer = whole(model)
+    try:
+        kept = set(answer)
+    except TypeError:
+        raise NotYet("Return the parameters in a list or a set.") from None
+    if not kept <= set(model.parameters()):
+        raise NotYet("Return parameters of the model, such as `list(module.parameters())`, not names or modules.")
+    trained = sum(p.requires_grad for p in kept)
+    found = {} if trained else one_step(model, ignored_params=kept)
     return {
-        "fraction of all elements that is kept": round(of_all(mask.sum()) / of_all(size), 3),
-        "every kept square is larger than every square left out":
-            of_all(least, dist.ReduceOp.MIN) > of_all(most, dist.ReduceOp.MAX),
-        "KiB received": sum(received) / 2**10,
+        "adapters that no rank reduces": trained,
+        "KiB of weights on each rank": found.get("weights"),
+        "KiB moved in a step": found.get("moved"),
     }
 
 
 # %%
 # %%turn 2
-def my_mask(squares, keep):                     # f32[n], another n on each rank -> bool[n]
+def whole(model):                               # with adapters in blocks 4 and 5, not yet sharded
+    # Which blocks are gathered twice? Of their parameters, return the frozen ones.
     return None                                 # your lines here
 
 
 # %% tags=["solution"] turn=2
-def my_mask(squares, keep):
-    total = torch.tensor(float(len(squares)), device=squares.device)
-    dist.all_reduce(total)
-    low, high = 0.0, 1.0
-    for _ in range(30):
-        middle = (low + high) / 2
-        above = (squares > middle).sum().float()
-        dist.all_reduce(above)
-        low, high = (middle, high) if above > keep * total else (low, middle)
-    return squares > high
+def whole(model):
+    return [p for block in model.model.layers[4:] for p in block.parameters() if not p.requires_grad]
 
 # %% tags=["right"] turn=2
-def my_mask(squares, keep):                     # counts in 100 ranges, again within the range of the threshold
-    low, high, wanted = 0.0, 1.0, None
-    for _ in range(4):
-        counts = torch.histc(squares, 100, low, high)
-        if wanted is None:
-            total = counts.sum()
-            dist.all_reduce(total)
-            wanted = keep * total
-        dist.all_reduce(counts)
-        above = counts.flip(0).cumsum(0)
-        i = int((above >= wanted).nonzero()[0])
-        wanted = wanted - (above[i - 1] if i else 0)
-        low, high = high - (i + 1) * (high - low) / 100, high - i * (high - low) / 100
-    return squares > low
+def whole(model):                               # by name; a set
+    return {p for name, p in model.named_parameters() if re.search(r"layers\.[45]\.", name) and "lora" not in name}
 
 # %% tags=["right"] turn=2
-from torch.distributed import _functional_collectives as functional
-
-def my_mask(squares, keep):                     # functional collectives; a list
-    def count(t):
-        return functional.all_reduce((squares > t).sum().reshape(1), "sum", dist.group.WORLD).item()
-
-    total, step, threshold = count(-1.0), 0.5, 0.5
-    for _ in range(28):
-        step /= 2
-        threshold += step if count(threshold) > keep * total else -step
-    return (squares > threshold).tolist()
+def whole(model):                               # the matrices alone; a generator
+    for name, p in model.named_parameters():
+        if ("layers.4." in name or "layers.5." in name) and p.numel() > 1000 and not p.requires_grad:
+            yield p
 
 # %% tags=["right"] turn=2
-from torch.distributed.tensor import DTensor, Partial
+def whole(model):                               # a dict's values
+    blocks = nn.ModuleList(model.model.layers[-2:])
+    return {n: p for n, p in blocks.named_parameters() if "lora_" not in n}.values()
 
-def my_mask(squares, keep):                     # DTensor adds up the counts
-    def above(t):
-        return DTensor.from_local((squares > t).sum(), mesh, [Partial()]).full_tensor().item()
+# %% tags=["wrong"] turn=2 says="leave out what has `requires_grad`"
+def whole(model):                               # the adapters, too
+    return [p for block in model.model.layers[4:] for p in block.parameters()]
 
-    low, high = 0.0, 1.0
-    while high - low > 1e-8:
-        middle = (low + high) / 2
-        low, high = (middle, high) if above(middle) > keep * above(-1.0) else (low, middle)
-    return (squares > high).numpy() if squares.device.type == "cpu" else squares > high
+# %% tags=["wrong"] turn=2 says="gathered in forward alone"
+def whole(model):                               # the lowest blocks
+    return list(model.model.layers[:2].parameters())
 
-# %% tags=["wrong"] turn=2 says="the threshold must be the same on all ranks"
-def my_mask(squares, keep):                     # each rank its own
-    return squares >= squares.quantile(1 - keep)
+# %% tags=["wrong"] turn=2 says="block 2 is gathered ahead in its place"
+def whole(model):                               # block 3 instead of block 4
+    return [p for n in (3, 5) for p in model.model.layers[n].parameters() if not p.requires_grad]
 
-# %% tags=["wrong"] turn=2 says="is the count one over all ranks"
-def my_mask(squares, keep):                     # the mean of the ranks' thresholds
-    threshold = squares.quantile(1 - keep)
-    dist.all_reduce(threshold)
-    return squares >= threshold / world
+# %% tags=["wrong"] turn=2 says="More is kept whole than fits"
+def whole(model):                               # the whole base
+    return [p for p in model.parameters() if not p.requires_grad]
 
-# %% tags=["wrong"] turn=2 says="exchange counts, not squares"
-def my_mask(squares, keep):
-    everything = [None] * world
-    dist.all_gather_object(everything, squares.tolist())
-    values = torch.tensor([value for each in everything for value in each])
-    return squares > values.sort(descending=True).values[round(keep * len(values))]
+# %% tags=["wrong"] turn=2 says="Nothing large is kept whole"
+def whole(model):                               # the root unit
+    return [model.model.embed_tokens.weight, model.lm_head.weight]
 
-# %% tags=["wrong"] turn=2 says="one bool for each element"
-def my_mask(squares, keep):                     # the places of the largest, not a mask
-    return squares.topk(round(keep * len(squares))).indices
+# %% tags=["wrong"] turn=2 says="not names or modules"
+def whole(model):
+    return [name for name, p in model.named_parameters() if "layers.4" in name or "layers.5" in name]
+
+# %% tags=["wrong"] turn=2 says="in a list or a set"
+def whole(model):
+    return len(model.model.layers)
 
 # %% [markdown]
-# `fisher_mask` counts in 65,536 ranges instead of two, so it needs few collectives. Two things to know about
-# it: under FSDP a gradient is the *mean* over the ranks, and the mean is what gets squared. If you want the
-# squares of single samples, give all ranks the same sample, one for each batch.
+# ## Masks: what still moves
 #
-# ## Does masking help?
+# [Child tuning](https://arxiv.org/abs/2109.05687) multiplies each gradient by a mask of zeros and ones before AdamW
+# sees it. It was proposed against overfitting on small data sets. `ChildTuningAdamW` replaces AdamW and has both of the paper's modes:
 #
-# The data are scikit-learn's digits, real images of 8 by 8 pixels. A small model, not sharded, learns the
-# digits 0 to 4; then it is fine-tuned on **40 images** of the digits 5 to 9, for 100 steps. Each way gets six
-# learning rates, with the best of each inside, and twelve seeds. `fine_tuned(way, seed, lr)` trains by the
-# folded `learn`, and returns the percentage of about 500 unseen images that are recognised.
+# - **F** ("task-free") draws a new mask at each step. An element of a gradient is kept with probability *p*, and
+#   divided by *p*, so that its mean stays the same.
+# - **D** ("task-driven") chooses one mask before training: `fisher_mask` adds up each weight's squared gradients on
+#   the task (its **Fisher information**), and keeps the fraction *p* of all weights with the largest sums.
+#
+# The mask comes after backward, when all gradients have been computed, reduced and stored. So with
+# `ChildTuningAdamW` the script would print its first line again, and the mask takes a little memory of its own.
+#
+# But does a masked weight at least stay where it is? The cell takes two steps with 1,000 weights whose gradients
+# are all 1, keeps 30% of them, and counts how many weights the second step moves. If masked weights stayed, that
+# would be about 300.
+
+# %%
+# %%ranks 0
+def moved_by_step_2(optimizer_class, mask=1, **options):
+    p = nn.Parameter(torch.ones(1000))
+    optimizer = optimizer_class([("p", p)], **options)
+    for _ in range(2):
+        p.grad = torch.ones(1000) * mask
+        before = p.detach().clone()
+        optimizer.step()
+    return int((p != before).sum())
+
+
+AdamW, mask = torch.optim.AdamW, torch.arange(1000) < 300    # True: is trained
+mode_d = {"mode": "task", "gradient_mask": {"p": mask}}
+moved = {
+    "mode F, p = 0.3": moved_by_step_2(ChildTuningAdamW, reserve_p=0.3),
+    "mode D": moved_by_step_2(ChildTuningAdamW, **mode_d),
+    "mode D, weight_decay=0.1": moved_by_step_2(ChildTuningAdamW, weight_decay=0.1, **mode_d),
+    "p.grad *= mask, then torch's AdamW": moved_by_step_2(AdamW, mask),
+    "p.grad *= mask, weight_decay=0": moved_by_step_2(AdamW, mask, weight_decay=0),
+}
+
+# %%
+moved = ranks.get("moved if rank == 0 else None")[0]
+assert list(moved.values())[1:] == [300, 1000, 1000, 300]
+assert 460 < moved["mode F, p = 0.3"] < 560
+Table(["masked by", "of 1,000 weights, moved by step 2"], list(moved.items()))
+
+# %% [markdown]
+# Three rows exceed 300, for two reasons. In mode F, a weight that was kept in step 1 and is masked in step 2 goes on
+# moving by its momentum: 30% + 70% · 30%, about half. And weight decay is no part of the gradient, so no mask on
+# gradients stops it. torch's AdamW decays by default, `ChildTuningAdamW` does not. If masked weights must stay as
+# they are, use mode D without weight decay.
+#
+# ## What does each way cost in accuracy?
+#
+# A small unsharded model learns scikit-learn's digits 0 to 4, real images of 8 by
+# 8 pixels. Then it gets a new head and is fine-tuned for 100 steps on **40 images** of the digits 5 to 9, in five
+# ways: all weights, both masks with *p* = 0.3, the last two of its three layers, and adapters with *r* = 4 beside the
+# new head. Each way gets four learning rates, because their optima differ, and eight seeds for each rate.
+# `fine_tuned` returns the percentage of about 500 unseen images that are recognised; the training loop `learn` is folded.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -615,7 +645,7 @@ def optimizer_for(way, model, samples, seed, lr):
         return ChildTuningAdamW(named, lr=lr, reserve_p=0.3, seed=seed)
     if way == "mode D":                         # the squares of single images
         return ChildTuningAdamW(named, lr=lr, mode="task", gradient_mask=fisher_mask(model, samples, loss_fn, keep=0.3))
-    return torch.optim.AdamW(named, lr=lr, weight_decay=0.0)
+    return torch.optim.AdamW(named, lr=lr, weight_decay=0.0, fused=True)    # fused: faster
 
 
 def fine_tuned(way, seed, lr):
@@ -625,6 +655,10 @@ def fine_tuned(way, seed, lr):
     model = copy.deepcopy(pretrained)
     torch.manual_seed(seed)
     model[-1].reset_parameters()                # a new head
+    if way == "last two layers":
+        model[0].requires_grad_(False)
+    if way == "adapters":                       # on both hidden layers; the new head is trained as it is
+        get_peft_model(model, LoraConfig(r=4, target_modules=["0", "2"], modules_to_save=["4"]))
     samples = [(x[i : i + 1], y[i : i + 1]) for i in range(LABELS)]
     learn(model, optimizer_for(way, model, samples, seed, lr), x[:LABELS], y[:LABELS], 100, generator)
     with torch.no_grad():
@@ -633,62 +667,70 @@ def fine_tuned(way, seed, lr):
 
 # %% tags=["task"]
 # %%ranks
-WAYS, RATES, SEEDS = ("all weights", "mode F", "mode D"), (1e-3, 3e-3, 1e-2, 2e-2, 3e-2, 1e-1), 12
+RATES, SEEDS = (3e-3, 1e-2, 2e-2, 1e-1), 8
+WAYS = ("all weights", "mode F", "mode D", "last two layers", "adapters")
 mine = {(w, lr, s): fine_tuned(w, s, lr) for w in WAYS for lr in RATES for s in range(rank, SEEDS, world)}
-everyone = [None] * world
-dist.all_gather_object(everyone, mine)          # the ranks share the seeds
-right = {key: value for each in everyone for key, value in each.items()}
 
 # %% jupyter={"source_hidden": true}
-right, WAYS, RATES, SEEDS = ranks.get("(right, WAYS, RATES, SEEDS)")[0]
+import statistics
+
+RATES, SEEDS, WAYS = ranks.get("(RATES, SEEDS, WAYS)")[0]
+right = {key: value for found in ranks.get("mine") for key, value in found.items()}    # the ranks share the seeds
 mean = {way: [sum(right[way, lr, s] for s in range(SEEDS)) / SEEDS for lr in RATES] for way in WAYS}
 best = {way: RATES[mean[way].index(max(mean[way]))] for way in WAYS}
+assert all(RATES[0] < lr < RATES[-1] for lr in best.values())
+rows = [["all weights", f"{max(mean['all weights']):.1f}%", ""]]
+for way in WAYS[1:]:                            # seed by seed, each way at its best rate; 2.365: Student's t
+    points = [right[way, best[way], s] - right[WAYS[0], best[WAYS[0]], s] for s in range(SEEDS)]
+    gain, half = statistics.mean(points), 2.365 * statistics.stdev(points) / SEEDS**0.5
+    assert abs(gain) < half if way == "mode F" else gain + half < 0
+    rows.append([way, f"{max(mean[way]):.1f}%", f"{gain:+.1f} ± {half:.1f}"])
+
 fig, (axes,) = plots.figure(width=7.5, height=3.0)
-looks = [{"color": plots.FAINT, "linewidth": 7}, {"color": plots.RANK_COLORS[0], "marker": "o"},
-         {"color": plots.RANK_COLORS[1], "marker": "s"}]
+looks = [{"color": plots.FAINT, "linewidth": 7}]
+looks += [{"color": color, "marker": marker} for color, marker in zip(plots.RANK_COLORS, "os^D")]
 for way, look in zip(WAYS, looks):
     axes.plot(RATES, mean[way], label=way, **look)
 axes.set(xscale="log", xlabel="learning rate", ylabel="% of unseen images right", ylim=(60, 92))
 axes.set_xticks(RATES, [f"{lr:g}" for lr in RATES])
 axes.minorticks_off()
-axes.legend(loc="lower center")
-plots.show(fig, alt="Accuracy by learning rate of three ways: all weights and mode F reach the same best.")
+axes.legend(loc="lower left")
+plots.show(fig, alt="Accuracy by learning rate of five ways: all weights and mode F reach the same best, the others less.")
 
 # %%
-import statistics
-
-rows = []
-for way in WAYS[1:]:                            # seed by seed, each way at its best rate; 2.201: Student's t
-    points = [right[way, best[way], s] - right[WAYS[0], best[WAYS[0]], s] for s in range(SEEDS)]
-    gain, half = statistics.mean(points), 2.201 * statistics.stdev(points) / SEEDS**0.5
-    assert abs(gain) < half if way == "mode F" else gain + half < 0
-    rows.append([way, f"{max(mean[way]):.0f}%", f"{gain:+.1f} ± {half:.1f}"])
-assert all(RATES[0] < lr < RATES[-1] for lr in best.values())
-Table(["at its best rate", "right", "points against all weights, 95%"], rows, note=f"all weights: {max(mean[WAYS[0]]):.0f}%")
+Table(["at its best rate", "right", "points against all weights, 95%"], rows)
 
 # %% [markdown]
-# At 0.001 both modes are far behind, and at 0.1 both are far ahead: with mode F AdamW takes shorter steps,
-# about √*p* times as long for a gradient that stays the same, and with mode D fewer weights move. Compared at
-# one rate only, you could show either. **At p = 0.3 and at their best rates, F is level with all weights, and
-# D is behind.** (Best by the same test images, which flatters all three. No other p was tried.)
+# First look at the **tops** of the curves, which the table compares seed by seed (± is a 95% interval). Mode F is level
+# with all weights. Mode D, the frozen first layer and the adapters are behind by more than the spread of the seeds
+# explains. So here every way that holds weights fixed has a price.
 #
-# This is one small task with one model. The paper's averages over four GLUE tasks are better but for F with
-# RoBERTa: with BERT 0.87 (F) and 1.50 points (D) over all weights, with RoBERTa -0.09 and 0.51, with ELECTRA
-# 6.27 and 8.60. If you try it, give each way several learning rates and seeds.
+# Then look at the **right end**. At a rate far too large, both masks are far ahead of all weights: in mode D fewer
+# weights move, and mode F takes shorter steps, because AdamW divides by the root of the mean square, which dividing
+# by *p* has made larger. At the left end they are behind. So each way needs its own rate. (The best was chosen by
+# the same test images, which flatters all five.)
+#
+# This is one small task with one small model and 100 steps, so don't carry its points over to a language model.
+# There, the LoRA paper reports adapters on a par with full fine-tuning or better; [a later
+# study](https://arxiv.org/abs/2405.09673) finds them clearly behind on code and mathematics at the usual small *r*.
+# Child tuning's paper (table 1) averages four tasks of GLUE: over its four pretrained models, mode D is 0.5 to 8.6
+# points ahead of all weights, mode F between 0.1 behind and 6.3 ahead.
 #
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
+# | the lower blocks are frozen, but backward gathers all of them | tied embeddings: the head that you train *is* the embedding at the bottom | freeze the head, too |
+# | the same, with transformers' activation checkpointing (5.23) | it makes the embedding's output require gradients (`enable_input_require_grads`) | `model.disable_input_require_grads()` afterwards, if `use_reentrant` is False |
 # | `has both parameters with requires_grad=True and False` (or `Must flatten tensors with uniform …`) | FSDP1, and a unit with frozen and trained parameters | FSDP2, or `use_orig_params=True`. FSDP1 then still reduces the gradient of the whole unit: give frozen modules units of their own |
 # | `FSDP expects uniform original parameter dtype` | *trained* parameters of two dtypes in one unit, such as float32 adapters beside a trained bfloat16 norm | cast them, or make the adapters units |
-# | `attempting to assign a gradient with dtype 'c10::BFloat16' to a tensor with grad_dtype 'Float'` | a unit that was wholly frozen in its first forward and is unfrozen later, under a `MixedPrecisionPolicy` | shard a fresh model with the new choice, and load the weights |
+# | `attempting to assign a gradient with dtype 'c10::BFloat16' to a tensor with grad_dtype 'Float'` | a unit that was wholly frozen in its first forward and is unfrozen later, under a `MixedPrecisionPolicy` (without one, you may unfreeze) | shard a fresh model with the new choice, and load the weights |
 # | memory did not fall with LoRA | the base is not frozen, only left out of the optimizer: its gradients are computed, reduced and kept | `requires_grad_(False)`, and look at `p.grad` of a base weight |
 # | `mode "task" finds its masks by name` | `ChildTuningAdamW` got `model.parameters()` | pass `model.named_parameters()` |
 #
 # ## The rule
 #
-# Freeze from below, or train adapters; shard the frozen weights, too, unless they fit whole and the links are
-# slow. Do not mask to save anything, and compare a mask with plain AdamW at the best learning rate of each.
+# Train adapters, or freeze from below; train nothing in the lower blocks if accuracy allows, and shard the frozen weights.
+# Do not mask to save anything. Compare the accuracy of every way with that of all weights, each at its best rate.
 #
 # [← lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb) · [lesson 10 →](10_end_to_end.ipynb)
