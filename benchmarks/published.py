@@ -6,7 +6,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -263,10 +264,9 @@ class OwnLoss:
         head, kept = whole.get_output_embeddings(), []
 
         def forward(labels: torch.Tensor, **others: Any) -> torch.Tensor:
-            if self.held.endswith("_and_cache"):
-                kept.append(_kept_cache())
-                others.update(past_key_values=kept[0], use_cache=True)
-            hidden = whole.base_model(**others)[0]
+            with _cached(whole, ("k_proj", "v_proj") if self.held.endswith("_and_cache") else ()) as cache:
+                kept.append(cache)
+                hidden = whole.base_model(**others)[0]
             if self.kind == "chunked":
                 return _chunked(hidden.flatten(0, 1), head.weight, labels.flatten())
             if self.kind == "compiled":
@@ -312,24 +312,15 @@ class _LossOfLogits(torch.autograd.Function):
         return ctx.saved_tensors[0] * gradients[0].to(ctx.saved_tensors[0].dtype)
 
 
-def _kept_cache() -> Any:
-    """A cache for one forward pass, as transformers returns it where use_cache is on.
+@contextmanager
+def _cached(model: nn.Module, layers: tuple[str, ...]) -> Iterator[dict[nn.Module, torch.Tensor]]:
+    """Hold keys and values, as transformers' cache does; torch's checkpoint around a block leaves them there."""
+    kept: dict[nn.Module, torch.Tensor] = {}
 
-    A checkpoint that computes a block again finds the block's keys and values there, and adds none.
-    """
+    def keep(module: nn.Module, _: Any, output: torch.Tensor) -> None:
+        kept[module] = output
 
-    class Cache(transformers.DynamicCache):
-        kept: dict[int, tuple[torch.Tensor, torch.Tensor]]
-
-        def update(
-            self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            self.kept.setdefault(layer_idx, (key_states, value_states))
-            return key_states, value_states
-
-        def get_seq_length(self, layer_idx: int = 0) -> int:
-            return 0
-
-    cache = Cache()
-    cache.kept = {}
-    return cache
+    hooks = [one.register_forward_hook(keep) for name, one in model.named_modules() if name.endswith(layers)]
+    yield kept
+    for hook in hooks:
+        hook.remove()

@@ -18,7 +18,7 @@ HTML = BUILD / "html"
 pytestmark = pytest.mark.skipif(not HTML.exists(), reason="there is no book yet: make book")
 
 # of what the console says; the theme also tells there which colours it takes
-WRONG = re.compile(r"Uncaught|[Ee]rror|Failed|Refused|ERR_|404")
+WRONG = re.compile(r"CONSOLE.*(Uncaught|[Ee]rror|Failed|Refused|ERR_|404)")  # after the time
 
 PAGES = sorted(path for path in HTML.rglob("*.html") if not {"_modules", "_static"} & {*path.parts})
 NAMES = [str(path.relative_to(HTML)) for path in PAGES]

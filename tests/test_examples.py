@@ -79,7 +79,7 @@ def listed() -> dict[str, tuple[str, Any]]:
     found = {}
     for page in sorted((ROOT / "book" / "reference").glob("*.rst")):
         text = page.read_text()
-        for name in re.findall(r"^\.\. (?:auto(?:class|exception|function)|py:data):: (\S+)", text, re.M):
+        for name in re.findall(r"^\.\. (?:auto(?:class|exception|function)|py:data):: ([\w.]+)", text, re.M):
             module, _, last = name.rpartition(".")
             found[name] = page.stem, getattr(importlib.import_module(module), last)
         for module in re.findall(r"^\.\. automodule:: (\S+)\n +:members:", text, re.M):

@@ -64,7 +64,8 @@ EXEMPT = ("torch.utils._pytree", "torch.utils._python_dispatch")
 # Not torch's: of Python, of transformers, of Lightning, and (operators under torch.ops) of saved programs.
 OTHERS = {
     *["_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_replace"],
-    *["_combined_loader", "_data_fetcher", "_load_from_checkpoint", "_save_checkpoint"],
+    *["_combined_loader", "_data_fetcher", "_load_from_checkpoint", "_load_optimizer_and_scheduler"],
+    *["_load_rng_state", "_load_scaler", "_save_checkpoint"],
     *["_attn_implementation", "_from_config", "_grouped_mm", "_init_weights", "_model_mapping"],
     "_no_split_modules",
     "_scaled_dot_product_flash_attention_for_cpu",
