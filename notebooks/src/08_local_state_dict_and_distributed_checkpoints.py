@@ -2,33 +2,8 @@
 # # 8 · LOCAL_STATE_DICT and distributed checkpoints
 #
 # Four ranks train today, and tomorrow there may be three. How do I save so that I can resume on other ranks?
-# **Each rank writes the shards that it holds, with a description of which rows are in which file. At a load, each
-# rank looks up where its rows are, and reads those.** No tensor is gathered. You type two calls, and every rank
-# makes both:
-#
-# ```python
-# from fsdp_utils import load_distributed, save_distributed
-#
-# save_distributed("run", model, optimizer, step=step, keep=3)     # every N steps; keeps the last three
-# state = load_distributed("run", model, optimizer)                # on any number of ranks; go on at state["step"]
-# ```
-#
-# PyTorch's own module for this is `torch.distributed.checkpoint` (DCP). The script uses DCP alone, because it
-# shows the mechanism. It is enough if you add what its column leaves to you:
-#
-# | | DCP alone | the two calls |
-# |:--|:--|:--|
-# | a save that is killed | you give each save a new directory, and skip incomplete ones | the older checkpoint stays the latest |
-# | a value that the disk has changed | loads | refused, by its hash |
-# | scheduler, random numbers | you put them into the dict | `state=`, `per_rank=` |
-#
-# (`LOCAL_STATE_DICT`, in the title and in the video, is FSDP1's kind that cannot do this: see the end.)
-#
-# **When do you need it?** [Lesson 3](03_full_state_dict.ipynb) gathers everything on rank 0, which writes one
-# file. Float32 weights with AdamW's two averages take 12 bytes per parameter, so at 7 billion parameters one host
-# holds 84 GB and one process writes them. If 16 ranks write their own shards, each writes 5.25 GB, all at the same
-# time. The price is a folder that all hosts must reach and other programs do not read. So save like this while you
-# train, and make lesson 3's file when you hand the weights on.
+# **Each rank writes the shards that it holds, and one rank writes which rows are in which file. At a load, each
+# rank looks up which files hold its rows, and reads from those only.** No tensor is gathered.
 
 # %% jupyter={"source_hidden": true}
 import os
@@ -42,8 +17,37 @@ plots.resharding(256, saved_by=4, wanted_by=3)
 # %% [markdown]
 # The drawing shows one weight of 256 rows; a colour is the file that holds the row. Three ranks cut the weight
 # into larger parts than four, so each rank's part lies in two files. Finding and fetching these rows is
-# **resharding**. Files that each rank writes by `torch.save` do not allow it: rank 0 now wants 86 rows, its file
-# has 64, and nothing says where the others are.
+# **resharding**. You type two calls, and every rank makes both:
+#
+# ```python
+# from fsdp_utils import load_distributed, save_distributed
+# from fsdp_utils.checkpoint import CheckpointNotFoundError
+#
+# try:
+#     start = load_distributed("run", model, optimizer)["step"]               # on any number of ranks
+# except CheckpointNotFoundError:                                             # the first start
+#     start = 0
+# for step in range(start, 1000):
+#     ...                                                                     # your training step
+#     if (step + 1) % 100 == 0:
+#         save_distributed("run", model, optimizer, step=step + 1, keep=3)    # keeps the last three
+# ```
+#
+# The script uses PyTorch's own module, `torch.distributed.checkpoint` (DCP), because it shows the mechanism. DCP
+# alone is enough if you add what its column says:
+#
+# | | DCP alone | the two calls |
+# |:--|:--|:--|
+# | the job is killed in a save | give each save a new directory, and skip incomplete ones | the older checkpoint stays the latest |
+# | a byte changes on the disk | loads without an error: keep hashes yourself | refused, by its hash |
+# | scheduler, random numbers | put them into the dict | `state=`, `per_rank=` |
+#
+# (`LOCAL_STATE_DICT`, as in the video, is FSDP1's older format, which depends on the units: see the end.)
+#
+# **When do you need it?** [Lesson 3](03_full_state_dict.ipynb) gathers everything on rank 0. With AdamW, float32
+# takes 12 bytes per parameter, so at 7 billion one host holds 84 GB; of 16 ranks, each writes 5.25 GB, all at the
+# same time. But all hosts must reach the folder, and other programs do not read it. So save like this while you
+# train, and make lesson 3's file when you hand the weights on.
 
 # %% tags=["card"]
 lesson.card(
@@ -57,8 +61,8 @@ lesson.card(
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`. It trains 12 steps and saves after 8; where it finds that save, it resumes. So the first
-# command below the script trains and saves, and the next two resume on other numbers of ranks.
+# Save it as `train.py`. It trains 12 steps and saves the state after eight as `step-8`; where it finds that, it
+# resumes. So the first command trains and saves, and the next two resume (`rm -r step-8` begins again).
 #
 # ```python
 # from pathlib import Path
@@ -117,19 +121,17 @@ lesson.card(
 # resumed on 1: 1.15 1.07 1.31 1.03
 # ```
 #
-# Each line has the losses of steps 9 to 12, averaged over the ranks. The first job did not stop, so they are the
-# right ones. The others began with other weights and an empty optimizer, then loaded, and print the same losses.
-# That has two reasons.
+# Each line has the losses of steps 9 to 12, averaged over the ranks. The first job did not stop, so its losses are
+# right. The others began with other weights and an empty optimizer, and print the same, for two reasons.
 #
 # The first is resharding. `get_state_dict` returns every weight and every average of AdamW under its name, as a
 # DTensor, and gathers nothing. For a save, this dict is what the rank has. For a load, its names say what to read
-# and its DTensors which rows, and `dcp.load` writes into their memory, which for the weights is the model's own.
-# `set_state_dict` gives the optimizer the rest, also its learning rate: the saved one replaces yours. (An empty
-# optimizer has no averages to fill. `get_state_dict` makes them, by a step that changes no weight but that AdamW
-# counts. So call it before the first step only to load, which overwrites the count.)
+# and its DTensors which rows, and `dcp.load` writes into their memory, the model's and the optimizer's own.
+# `set_state_dict` then restores the optimizer's settings, also its learning rate: the saved one replaces yours. (A
+# new optimizer has no averages to fill. `get_state_dict` makes them, by a step that changes no weight but that
+# AdamW counts. So call it before the first step only to load, which overwrites the count.)
 #
-# The second is the batch: each job divides the same 96 samples by its number of ranks. Your program may not; see
-# "What belongs in a checkpoint?".
+# The second is the batch: 4, 3 and 1 ranks divide the same 96 samples equally. Five cannot, and print other losses.
 #
 # ## Which file holds which rows?
 #
@@ -138,8 +140,7 @@ lesson.card(
 #
 # The next cell saves the script's model, made wider, and asks `.metadata` about its first weight, which has 4,096
 # rows. Look for a quarter of the bytes and of the rows in each file. (`run_on_ranks` calls a function on new
-# processes and returns what they returned. A folded cell has the script's parts as functions: `build` makes model
-# and optimizer, `train` is the loop.)
+# processes. Folded: `build` makes the script's model and optimizer, `train` is its loop.)
 
 # %% jupyter={"source_hidden": true}
 import contextlib
@@ -218,14 +219,15 @@ assert len(rows) == world                                           # nobody has
 Table(["file", "its bytes, of model and optimizer", "rows of 0.weight"], sorted(rows))
 
 # %% [markdown]
-# Each file has about a quarter of both, so nothing is written twice. A checkpoint knows names and rows, not which
-# modules were units. So you can resume with other units, or in one process without FSDP (measured below). And a
-# name that is not in the dict is not read: for the weights alone, give `dcp.load` a dict with `"model"` only.
+# Each file has about a quarter of both, so nothing is written twice. (Headers bring the sum above 100%; the second
+# layer's 10 rows are cut into 3, 3, 3 and 1.) A checkpoint knows names and rows, not which modules were units. So
+# you can resume with other units, or in one process without FSDP. `dcp.load` reads only the names in your dict:
+# for the weights alone, give it a dict with `"model"` only.
 #
 # ## Your turn 1 · A load that reads only its part
 #
 # **Goal.** Write the core of resharding: fetch the rows that one rank wants from files that another number of
-# ranks has written, and read no other row.
+# ranks has written, and read no other row. (DCP reads every shard that it needs in full, then cuts it.)
 #
 # **Given.**
 # - `saved.files` is a list with a pair `(begin, end)` per file: file `i` holds the weight's rows from `begin`
@@ -267,8 +269,8 @@ WAYS = [(rows, a, b) for rows in (1, 3, 10, 33) for a in range(1, 6) for b in ra
 
 @turn(1, {
     "parts that are wrong": exactly(
-        0, "Rows are missing, or not those wanted: `read` counts from the file's own first row, and a rank may "
-        "want rows of several files."),
+        0, "Rows are missing, or not those wanted: `read` counts from the file's own first row; a rank may want "
+        "rows of several files, and none of others."),
     "rows read": exactly(
         sum(rows for rows, _, _ in WAYS), less="Some rows are never read.",
         more="Rows are read that this rank does not want, or twice."),
@@ -357,7 +359,7 @@ def my_rows(saved, rank, world):                    # rows of the weight, not of
 #
 # Everything that the next step depends on, which is more than the weights:
 #
-# | part | if it is missing | at the save | at the load |
+# | part | if it is missing | to `save_distributed` | to `load_distributed`, or after it |
 # |:--|:--|:--|:--|
 # | weights | training starts again | `model` | `model` |
 # | the optimizer's state | the loss jumps from the second step on ([lesson 3](03_full_state_dict.ipynb)) | `optimizer` | `optimizer` |
@@ -368,7 +370,7 @@ def my_rows(saved, rank, world):                    # rows of the weight, not of
 #
 # `state=` is for what is equal on all ranks, `per_rank=` for what differs. The next cell saves, with a schedule
 # that lowers the learning rate, and resumes in five ways. The last two are mistakes that raise no error: each rank
-# keeps its 24 samples although a rank is gone, or `state=` is forgotten at the load. What shows them?
+# keeps its 24 samples although a rank is gone, or `state=` is forgotten at the load. Which column shows each?
 
 # %% tags=["resume"]
 def falling(optimizer):
@@ -416,10 +418,9 @@ Table(["resumed on", "samples per rank", "random numbers", "losses of steps 9 to
 #
 # ## A directory that is there completely, or not at all
 #
-# A job may be killed while it saves. In the next cell each job saves step 4, trains on and saves step 8, where
-# rank 0 is killed when the others have written their parts. Then a new job loads what is there and prints the loss
-# of a batch: right is 1.53 with the weights of step 4, and 1.15 with those of step 8. Look for a loss that is
-# neither. (`killed_save` and `load_all` are in the folded cell.)
+# A job may be killed while it saves. In the next cell each job saves step 4, trains on and saves step 8, where rank
+# 0 is killed when the others have written their parts. Then a new job loads what is there and prints the loss of a
+# batch: right is 1.53 with the weights of step 4, and 1.15 with those of step 8. Look for a loss that is neither.
 
 # %% jupyter={"source_hidden": true}
 def or_die(write, written):                                 # rank 0, when the others have written
@@ -482,21 +483,22 @@ assert not {"1.53", "1.15"} & set(mixture.split())
 absent = "expected a checkpoint of step 8"
 assert (refused, latest, step_8) == ("refused: metadata is None", "loads: loss 1.53", f"refused: {absent}")
 Table(["a load after the kill", "DCP alone", "save_distributed"], [
-    ["of the directory that all saves use", mixture, latest],
-    ["of step 8, in a new directory", refused, step_8],
-    ["of the newest directory", f"is {newest.name}, {refused}", latest],
+    ["all saves into one directory", mixture, latest],
+    ["a new directory for each, step 8", refused, step_8],
+    ["a new directory for each, the newest", f"is {newest.name}, {refused}", latest],
 ])
 
 # %% [markdown]
 # Row 1 is the trap. By default `dcp.save` writes over an older checkpoint, with the warning `Detected an existing
-# checkpoint`. The kill left files of two steps beside the old `.metadata`, and the mixture loads, with a loss that
-# looks like that of a step between. `save_distributed` makes a new directory for each save.
+# checkpoint`. The kill left rank 0's file of step 4, the others' of step 8, and the `.metadata` of step 4. The mixture
+# loads, and its loss looks healthy. `save_distributed` makes a new directory for each save.
 #
-# Row 2 is safe with DCP, too: it writes `.metadata` last, and `dcp.load` refuses a directory without it. But your
-# own code sees the directory from the first byte on (row 3), when it looks for the newest one or deletes old ones.
-# The cure is to write under a temporary name and to **rename** at the end. A local file system renames at once or
-# not at all, so a directory with its final name is complete. S3 cannot rename a directory: there, the file that is
-# written last marks a complete checkpoint, as `.metadata` does.
+# Row 2 is safe with DCP, too: it writes `.metadata` last, and `dcp.load` refuses a directory without it. But your own
+# code sees the directory from the first byte on (row 3), when it looks for the newest one or deletes old ones. The
+# cure is to write under a temporary name and to **rename** at the end. A local file system renames at once or not at
+# all, so after a kill a directory with its final name is complete; after a power cut, only if the directory was synced,
+# as by `save_distributed`. S3 cannot rename a directory: there, the file that is written last marks a complete
+# checkpoint, as `.metadata` does.
 #
 # `save_distributed` writes a manifest last, with size and hash of each file, and renames. Then `keep=3` deletes
 # the oldest checkpoint, so the disk needs room for four. All hosts must mount the directory.
@@ -511,8 +513,8 @@ Table(["a load after the kill", "DCP alone", "save_distributed"], [
 #
 # **To do.** Save with `dcp.save(state, checkpoint_id=...)`; return nothing. When the function returns, on any
 # rank, `folder / f"step-{step}"` has to be there, and no incomplete directory may ever have a name that begins
-# with `step-`. The test makes three saves. In the second, an exception is raised when `dcp.save` has written, as
-# if the job were killed there; then `step-1` must still be the latest.
+# with `step-`. The test makes three saves. In the second, `dcp.save` raises an error before it writes `.metadata`,
+# which stands for a kill; then `step-1` must still be the latest.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -553,10 +555,6 @@ def slowly(rename):
 def no_copy(*_, **options):
     raise NotYet("A copy can be interrupted halfway: rename.")
 
-def interrupted(*args, save=dcp.save, **options):
-    save(*args, **options)
-    raise InterruptedError
-
 @turn(2, {
     "ranks that return too early": exactly(
         0, "A rank returns before the directory has its name: wait, on all ranks, for the rank that renames."),
@@ -579,7 +577,7 @@ def score_save(my_save):
         try:
             my_save(folder, step, weight(step))
         except OSError as error:
-            raise RuntimeError(f"{error.strerror}: do several ranks rename one directory?") from error
+            raise NotYet(f"{error.strerror}: do several ranks rename one directory?") from error
         missing = torch.tensor(int(not (folder / f"step-{step}").is_dir()))    # looked up before any rank waits
         dist.all_reduce(missing)
         early += int(missing)
@@ -588,7 +586,7 @@ def score_save(my_save):
         save(1)
         if latest() == "none":
             raise NotYet('There is no directory `folder / "step-1"` after the first save.')
-        with mock.patch.object(dcp, "save", interrupted), contextlib.suppress(InterruptedError):
+        with mock.patch.object(dcp.FileSystemWriter, "finish", side_effect=InterruptedError), contextlib.suppress(CheckpointException):
             my_save(folder, 2, weight(2))
         stopped = latest()
         save(3)
@@ -613,7 +611,7 @@ def my_save(folder, step, state):
     unfinished = folder / f"unfinished-{step}"
     dcp.save(state, checkpoint_id=unfinished)               # returns when all ranks have written
     if rank == 0:
-        unfinished.rename(folder / f"step-{step}")
+        unfinished.rename(folder / f"step-{step}")          # fails if an older step-N is there: delete it first
     dist.barrier()                                          # the others wait for rank 0
 
 # %% tags=["right"] turn=2
@@ -673,7 +671,7 @@ def my_save(folder, step, state):                           # another directory 
 # ## Who notices damage?
 #
 # A kill is not the only risk: disks fail, and folders change hands. The next cell takes a complete checkpoint of
-# DCP alone, and one of `save_distributed`. It flips a bit of one weight, which makes it 2^128 times as large. Or
+# DCP alone, and one of `save_distributed`. It flips one bit of one weight, which multiplies this weight by 2^128. Or
 # it forges a file: DCP's `.metadata` is a pickle, which may name a function to call at reading, here
 # `os.makedirs`.
 
@@ -719,10 +717,9 @@ Table(["damage", "DCP alone", "load_distributed"], [list(row) for row in zip(DAM
 
 # %% [markdown]
 # DCP alone loads the wrong weight, and the loss does not look alarming, because the `tanh` behind the huge weight
-# hides it. DCP refuses the forged file, but its code has run.
-# `load_distributed` compares sizes and hashes with the manifest before it loads anything, and names the file. Its
-# files are safetensors and JSON, which hold nothing to call. **Load DCP's checkpoints only from people whose code
-# you would run.**
+# hides it. DCP refuses the forged file, but its code has run. `load_distributed` compares sizes and hashes with the
+# manifest before it loads anything, and names the file. Hashes find accidents: a forger can write new ones. But
+# safetensors and JSON hold nothing to call. **Load DCP's checkpoints only from people whose code you would run.**
 #
 # ## Saving while the training goes on
 #
@@ -754,46 +751,50 @@ plots.amounts({"training waits for save_distributed": {
     alt="Milliseconds for which a save blocks the training; an asynchronous one blocks less.")
 
 # %% [markdown]
-# What is left is the copy, and some messages between the ranks; `dcp.async_save` sends even these from its thread.
-# The gain depends on your model and disk; PyTorch's [blog](https://pytorch.org/blog/reducing-checkpointing-times/)
+# What is left is the copy, and some messages between the ranks. Divide the blocked seconds by the seconds between two
+# saves: this share of the run is lost. PyTorch's [blog](https://pytorch.org/blog/reducing-checkpointing-times/)
 # reports 6.3 s instead of 148.8 s for a 7B model.
 #
-# You pay with host memory, as much as this rank's shards of model and optimizer, and an error in the thread has to
-# reach you. `save_distributed` returns an object whose `wait()` raises it, `dcp.async_save` a future with
-# `result()`. Call either before the next save and before the job ends. `dcp.async_save` also needs a backend for
-# CPUs beside NCCL; the script's `cpu:gloo,cuda:nccl` has one, so you can replace its `dcp.save`.
+# You pay with host memory, as much as this rank's shards. An error in the thread is raised by `wait()` of what
+# `save_distributed` returns, or by `result()` of `dcp.async_save`'s future. Call either before the next save and
+# before `destroy_process_group`. `dcp.async_save` also needs a backend for CPUs beside NCCL; the script's
+# `cpu:gloo,cuda:nccl` has one, so you can replace its `dcp.save`.
 #
 # ## The way of 2022: LOCAL_STATE_DICT
 #
 # FSDP1 joins the parameters of a unit into one flat parameter. `LOCAL_STATE_DICT` holds this rank's piece of it,
-# without the names in it; `SHARDED_STATE_DICT` holds this rank's rows of each parameter, for which FSDP1 gathers
-# each unit and cuts it again. Both saved by DCP, and loaded on each number of ranks:
+# without the names in it; `SHARDED_STATE_DICT` holds this rank's rows of each parameter. Both saved by DCP with
+# the model as one unit, and loaded:
 
 # %% tags=["local"] jupyter={"source_hidden": true}
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictType
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-def in_2022(right=None):                                            # right: what the saved model computes
+def in_2022(right=None, units=None):                                # right: what the saved model computes
     warnings.simplefilter("ignore")                                 # these functions of FSDP1 are deprecated
     said = []
     for kind in (StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
-        model = FSDP(plain(seed=1 if right else 0), device_id=torch.device("cpu"))
+        model = FSDP(plain(seed=1 if right else 0), device_id=torch.device("cpu"), auto_wrap_policy=units)
         try:
-            with FSDP.state_dict_type(model, kind):
+            with FSDP.state_dict_type(model, kind), torch.no_grad():
                 (dcp.load if right else dcp.save)(state := model.state_dict(), checkpoint_id=folder / kind.name)
                 model.load_state_dict(state)
             said.append(model(torch.arange(64.0).view(1, 64)).sum().item())
-        except CheckpointException:                                 # a BaseException, not an Exception
-            said.append("fails")
+        except CheckpointException as error:                        # a BaseException, not an Exception
+            said.append("no " + re.search(r"Missing key in checkpoint state_dict: ([\w.]+)\.", str(error))[1])
     return ["loads" if right and a == b else a for a, b in zip(said, right or said)]
 
 right = run_on_ranks(in_2022, world_size=world)[0]
-rows = [[size, *run_on_ranks(in_2022, right, world_size=size)[0]] for size in sizes]
-assert [row[1:] for row in rows] == [["loads" if size == world else "fails", "loads"] for size in sizes]
+ways = {str(size): (size, None) for size in sizes} | {f"{world}, other units": (world, ModuleWrapPolicy({nn.Linear}))}
+rows = [[name, *run_on_ranks(in_2022, right, units, world_size=size)[0]] for name, (size, units) in ways.items()]
+local = [*["loads"] * (len(sizes) - 1), "no 0.bias", "no 0._flat_param"]
+assert rows == [[name, said, "loads"] for name, said in zip(ways, local)]
 Table([f"saved by {world}, loaded on", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"], rows)
 
 # %% [markdown]
-# The local state dict loads only on as many ranks as have saved it. The sharded one loads on all, and
-# `get_state_dict` returns this kind.
+# The local state dict loads on 3 ranks under `torch.no_grad()`; without it, autograd refuses. But the only name in
+# it is the unit's, `_flat_param`. Other units have other names, and on one rank FSDP1 does not shard, and keeps
+# `0.bias`. The sharded one has the parameters' names and loads on all; `get_state_dict` returns this format.
 #
 # ## When it goes wrong
 #
@@ -803,7 +804,6 @@ Table([f"saved by {world}, loaded on", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 # | `metadata is None; …` from `dcp.load` | the save was interrupted, or each host wrote to its own disk | load a complete one, from a directory that all hosts mount |
 # | `Missing key in checkpoint state_dict` | the model has a name that the checkpoint lacks | `DefaultLoadPlanner(allow_partial_load=True)` if it is meant |
 # | `except Exception` does not catch a failed `dcp.load` | `CheckpointException` is a `BaseException` | name it |
-# | a job's last checkpoint is missing | it was asynchronous, and `destroy_process_group` came first | `wait()` or `result()` before it |
 # | other programs cannot read the folder | its format is DCP's, or ours | `dcp_to_torch_save` of `torch.distributed.checkpoint.format_utils`; `export_safetensors` |
 #
 # ## The rule

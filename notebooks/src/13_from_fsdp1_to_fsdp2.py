@@ -201,7 +201,7 @@ lesson.card(
 # along. A scheduler and a sampler have a `state_dict` of their own, which FSDP does not change.
 #
 # A folder of FSDP1's `SHARDED_STATE_DICT` loads as it is, under the keys with which it was saved. One of
-# `LOCAL_STATE_DICT` holds pieces of flat parameters: load it into FSDP1, on as many ranks as saved it, and save again.
+# `LOCAL_STATE_DICT` holds pieces of flat parameters: load it into FSDP1 with the same units, and save it again.
 #
 # **If all you have is one file, its weights are right, but its step counts must be mended before you load the
 # optimizer's state**: that is your turn 2. Where do the script's 130 steps come from? FSDP1's optimizer saw flat
