@@ -415,10 +415,6 @@ traces["HYBRID_SHARD, 4 micro-batches"] = recorded_on_16(hosts, True, 4)
 dist.destroy_process_group()
 
 # %% tags=["replay"]
-TOKENS, PARTS, FASTER = [500 * 2**i for i in range(7)], [16, 8, 4, 2, 1], [1, 2, 4, 8, 16]
-COLOR = dict(zip(traces, (*plots.RANK_COLORS[:4], plots.RANK_COLORS[3])))
-
-
 def slowdown(name, tokens, link, flops=400e12):
     """Length of a replayed step, in times of its computation."""
     compute = {unit: 2 * (nbytes / 4) * tokens / flops for unit, nbytes in traces[name].unit_bytes.items()}
@@ -428,6 +424,9 @@ def slowdown(name, tokens, link, flops=400e12):
     return run.step_s / run.compute_s
 
 
+# %% jupyter={"source_hidden": true}
+TOKENS, PARTS, FASTER = [500 * 2**i for i in range(7)], [16, 8, 4, 2, 1], [1, 2, 4, 8, 16]
+COLOR = dict(zip(traces, (*plots.RANK_COLORS[:4], plots.RANK_COLORS[3])))
 fig, (axes, *maps) = plots.figure(3, width=9.8, height=3.2)
 for name, color in COLOR.items():
     axes.plot(TOKENS, [slowdown(name, n, 50e9) for n in TOKENS], "o--" if "4" in name else "o-", color=color, label=name)
@@ -435,7 +434,7 @@ axes.axvline(1.5 * 400e12 / 50e9, color=plots.INK, linestyle=":", linewidth=1.2)
 axes.set(title="50 GB/s between hosts", xlabel="tokens per rank in a forward pass", ylabel="step / computation")
 axes.loglog()
 axes.set_xticks(TOKENS, [f"{tokens / 1000:g}k" for tokens in TOKENS])
-axes.set_yticks([1, 2, 4, 8, 16], [1, 2, 4, 8, 16])
+axes.set_yticks(FASTER, FASTER)
 axes.minorticks_off()
 fig.legend(loc="outside lower center", ncols=5, fontsize=8)
 fastest = {}
