@@ -1,42 +1,37 @@
 # %% [markdown]
 # # 6 · Sharding strategies
 #
-# Which strategy for my model and my links? **Begin with FULL_SHARD, the default of `fully_shard`. If the GPU never
-# waits for communication, no other strategy is noticeably faster. For that, a GPU of 400 TFLOP/s needs about
-# 12,000 tokens per rank in a forward pass where a host sends 50 GB/s to the next, and 1,500 where it sends 400. With
-# fewer tokens, pay memory to send less,** by an argument or two of `fully_shard`, for each block and then the model
-# (DDP is there to compare):
+# Which strategy for my model and my links? **Begin with FULL_SHARD, the default of `fully_shard`. Pay memory for another
+# strategy only if the GPU waits for communication; with more than 1.5 F / B tokens per rank in a forward pass it
+# hardly does.** F is what a GPU computes, in FLOP/s, and B what a host sends to the next, in bytes per second; "When
+# gathers are hidden" derives the line.
 #
-# | strategy | what a rank keeps | arguments | holds | leaves a host | with 4 micro-batches |
-# |:--|:--|:--|--:|--:|--:|
-# | FULL_SHARD | its shard; a unit is complete while it computes, and shortly before | `mesh=flat` | 8.8 | 55.9 | 223.5 |
-# | hpZ | its shard, and from forward to backward an eighth of all parameters | `mesh=flat, reshard_after_forward=8` | 8.8 | 41.9 | 167.6 |
-# | ZeRO-2 | its shard, and from forward to backward all parameters | `mesh=flat, reshard_after_forward=False` | 21.9 | 41.9 | 167.6 |
-# | HYBRID_SHARD | its shard of one copy per host | `mesh=hosts` | 16.3 | 29.8 | 29.8 |
-# | DDP | everything | `DDP(model, gradient_as_bucket_view=True)` | 119.2 | 55.9 | 55.9 |
+# You choose by an argument or two of `fully_shard`, called for each block and then the model. DDP is there to compare:
 #
-# In GiB, calculated for 8 billion parameters in 32 equal units on two hosts of eight GPUs: AdamW, float32 state,
-# gathers in bf16, gradients reduced in float32, no activations. "Holds" is a rank's peak in forward and backward, with
-# one micro-batch. In the last column HYBRID_SHARD and DDP all-reduce once, after the last micro-batch, which you have
-# to ask for (see "Gradient accumulation"): by default they send 119.2 and 223.5. `flat` is a mesh of all ranks in one
-# row, `hosts` has a row for each host.
+# | strategy | what a rank keeps | arguments | holds | leaves a host |
+# |:--|:--|:--|--:|--:|
+# | FULL_SHARD | its shard; a unit is complete while it computes, and shortly before | `mesh=flat` | 8.8 | 55.9 |
+# | hpZ | its shard, and from forward to backward an eighth of all parameters | `mesh=flat, reshard_after_forward=8` | 8.8 | 41.9 |
+# | ZeRO-2 | its shard, and from forward to backward all parameters | `mesh=flat, reshard_after_forward=False` | 21.9 | 41.9 |
+# | HYBRID_SHARD | its shard of one copy per host | `mesh=hosts` | 16.3 | 29.8 |
+# | DDP | everything | `DDP(model, gradient_as_bucket_view=True)` | 119.2 | 55.9 |
+#
+# In GiB, calculated for 8 billion parameters on two hosts of eight GPUs: "holds" is a rank's peak in forward and
+# backward, before activations; "leaves a host" is what a step sends. `flat` is a mesh of all ranks in one row, `hosts`
+# has a row for each host.
 
 # %% jupyter={"source_hidden": true}
+from itertools import product
+
 from matplotlib.patches import Rectangle
 
 from fsdp_utils.lessons import lesson, plots, recorded
 
-SAID = {
-    "FULL_SHARD": ("a quarter", 6.0),
-    "hpZ": ("a quarter; a half from\nforward to backward", 4.5),
-    "ZeRO-2": ("a quarter; everything from\nforward to backward", 4.5),
-    "HYBRID_SHARD": ("a half", 4.0),
-    "DDP": ("everything", 6.0),
-}
+SENDS = {"FULL_SHARD": 6.0, "hpZ": 4.5, "ZeRO-2": 4.5, "HYBRID_SHARD": 4.0, "DDP": 6.0}
 LARGE = {"DDP": lambda r, piece: True, "HYBRID_SHARD": lambda r, piece: piece // 2 == r % 2}
 SMALL = {"ZeRO-2": lambda r, piece: True, "hpZ": lambda r, piece: piece // 2 == r % 2}
-fig, panels = plots.figure(5, width=9.8, height=2.4)
-for axes, (name, (said, sends)) in zip(panels, SAID.items()):
+fig, panels = plots.figure(5, width=9.8, height=2.1)
+for axes, (name, sends) in zip(panels, SENDS.items()):
     for r, piece in ((r, piece) for r in range(4) for piece in range(4)):
         place, color = (r * 1.15 + (r // 2) * 0.55, 3 - piece), plots.RANK_COLORS[piece]
         own = LARGE.get(name, int.__eq__)(r, piece)
@@ -46,8 +41,7 @@ for axes, (name, (said, sends)) in zip(panels, SAID.items()):
     axes.text(2.45, 4.15, "host 0                  host 1", ha="center", fontsize=8)
     axes.annotate("", (1, -0.55), (3.9, -0.55), arrowprops={"arrowstyle": "<->", "linewidth": sends / 1.5})
     axes.text(2.45, -0.95, f"{sends} bytes", ha="center", va="top", fontsize=8, weight="bold")
-    axes.text(2.45, -1.85, said, ha="center", va="top", fontsize=7.5)
-    axes.set(title=name, xlim=(-0.25, 5.15), ylim=(-3.3, 4.8), xticks=[], yticks=[])
+    axes.set(title=name, xlim=(-0.25, 5.15), ylim=(-1.9, 4.8), xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
 plots.show(fig, alt="Which quarters of the parameters each of four ranks on two hosts holds, and what leaves a host.")
 
@@ -118,6 +112,9 @@ lesson.card(
 # ZeRO-2       state 2.0 MiB, complete at once 2.0 MiB, 3.0 MiB leave a host, loss 0.96
 # HYBRID_SHARD state 4.0 MiB, complete at once 0.5 MiB, 2.0 MiB leave a host, loss 0.96
 # ```
+#
+# On two real hosts take `per_host` from its comment, and start on each
+# `torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST0:29500 train.py`.
 #
 # The loss is the same, because a strategy changes where tensors are, not what is computed. The other numbers follow
 # from the size of all parameters, P = 2.0 MiB.
@@ -241,8 +238,7 @@ plots.amounts({
 #
 # So the peak of forward and backward is the larger of two moments, the end of either. `holds` calculates it, and
 # `leave_a_host` the bytes; from the second micro-batch on, the end of forward has the gradients of the earlier ones,
-# too. `optimizer.step()` isn't counted: `foreach`, AdamW's default on CUDA, copies the shards in float32, 20 bytes per
-# parameter instead of 16. `fused=True` makes no copy.
+# too. `optimizer.step()` isn't counted, which makes no copies with `AdamW(fused=True)`.
 
 # %% tags=["link"]
 def holds(strategy, hosts, per_host, micro_batches=1, units=32):
@@ -276,9 +272,9 @@ for name, (parts, sent) in measured.items():
     assert abs(sent - leave_a_host(name, n_hosts, per_host)) < 0.1, name
 
 # %% [markdown]
-# A check holds both against the bars above: the bytes agree, and a measured peak is at most 0.4 higher, because
-# `holds` leaves out the float32 gradients that wait to be reduced; with the first table's 32 units half of that, up to
-# 1.5 GiB. Now set your cluster, for 8 billion parameters.
+# A folded check holds both against the bars above: the bytes agree, and `holds` is a little low, as its last comment
+# says. The first table is made by them: AdamW, 32 equal units, no activations. Now set your cluster, for 8 billion
+# parameters.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons.sliders import Axis, Point, Stack, explore
@@ -292,8 +288,8 @@ def of_8_billion(hosts, per_host, micro_batches, strategy):
     return Point([GIB * holds(*cluster)], [GIB * leave_a_host(*cluster)], "calculated, before activations")
 
 
-first = [[round(GIB * f(name, 2, 8, k), 1) for name in NAMES] for f, k in ((holds, 1), (leave_a_host, 1), (leave_a_host, 4))]
-assert first == [[8.8, 8.8, 21.9, 16.3, 119.2], [55.9, 41.9, 41.9, 29.8, 55.9], [223.5, 167.6, 167.6, 29.8, 55.9]]
+first = [[round(GIB * f(name, 2, 8), 1) for name in NAMES] for f in (holds, leave_a_host)]
+assert first == [[8.8, 8.8, 21.9, 16.3, 119.2], [55.9, 41.9, 41.9, 29.8, 55.9]]
 assert [round(GIB * holds(name, 64, 8), 1) for name in NAMES] == [1.6, 3.4, 16.5, 16.3, 119.2]
 explore(
     "calculated: 8 billion parameters, before activations",
@@ -324,12 +320,11 @@ accumulated = {
     "FULL_SHARD, reduced after each": hold(fsdp(flat, True), 4),
     "FULL_SHARD, reduced after the last": hold(
         fsdp(flat, True), 4, lambda model, is_last: model.set_requires_gradient_sync(is_last)),
-    "ZeRO-2, reduced after each": hold(fsdp(flat, False), 4),
     "HYBRID_SHARD, all-reduced after each": hold(fsdp(hosts, True), 4),
     "HYBRID_SHARD, all-reduced after the last": hold(
         fsdp(hosts, True), 4, lambda model, is_last: model.set_requires_all_reduce(is_last)),
 }
-for pair in (list(accumulated)[:2], list(accumulated)[3:]):  # the same gradients
+for pair in (list(accumulated)[:2], list(accumulated)[2:]):  # the same gradients
     for one, other in zip(*(accumulated[way][2] for way in pair)):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
 
@@ -339,23 +334,25 @@ rows = [[way, round(held, 1), round(sent, 1)] for way, (held, sent) in accumulat
 Table(["four micro-batches, bytes per parameter", "a rank holds", "leave a host"], rows)
 
 # %% tags=["check"]
-for way, strategy in zip(list(accumulated)[::2], ("FULL_SHARD", "ZeRO-2", "HYBRID_SHARD")):
+for way, strategy in zip(list(accumulated)[::3], ("FULL_SHARD", "HYBRID_SHARD")):
     held, sent = accumulated[way]
     assert 0 <= held - holds(strategy, n_hosts, per_host, 4, units) < 0.6, way
     assert abs(sent - leave_a_host(strategy, n_hosts, per_host, 4)) < 0.1, way
-table = [[leave_a_host(name, *at) for name in ("hpZ", "HYBRID_SHARD")] for at in ((2, 8), (4, 8), (2, 8, 4), (64, 8, 4))]
-assert [[round(number, 1) for number in row] for row in table] == [[5.6, 4], [5.8, 6], [22.5, 4], [24, 7.9]]
+after_each, after_last = (held for held, _ in list(accumulated.values())[2:])
+assert n_hosts == 1 or 0 < after_each - after_last < 4.1 / per_host
+assert [round(GIB * 4 / ranks_of, 1) for ranks_of in (1, 16)] == [29.8, 1.9]
+assert [[round(leave_a_host(name, n, 8), 1) for name in NAMES[1:4:2]] for n in (2, 3, 4)] == [[5.6, 4], [5.8, 5.3], [5.8, 6]]
 
 # %% [markdown]
 # **Reducing after the last costs FULL_SHARD memory.** What isn't reduced isn't cut, so each rank keeps complete
-# gradients in the dtype of the reduction, for 26 billion parameters on 16 ranks 97 GiB instead of 6.
+# gradients in float32, 4 bytes per parameter: 29.8 GiB for 8 billion, where their shards on 16 ranks take 1.9.
 #
 # **HYBRID_SHARD, all-reduced after the last, sends the least by far**, a quarter of what it sends otherwise. It also
-# holds *less* than with an all-reduce after each, because FSDP2 keeps the inputs of all-reduces until backward ends.
-# With one micro-batch, on two hosts of eight, HYBRID_SHARD sends
-# 4.0 bytes where hpZ and ZeRO-2 send 5.6. From four hosts on it sends more than they do, because an all-reduce sends
-# each float32 gradient almost twice. With four micro-batches it sends 4.0 against 22.5, and on 64 hosts still 7.9
-# against 24.
+# holds less. Where an earlier micro-batch has left gradients, FSDP2 adds the all-reduced ones to them and keeps both
+# until backward ends: 4 bytes per parameter more, divided by the ranks of a host, so up to 2 here.
+#
+# **With one micro-batch HYBRID_SHARD gains less.** On two hosts of eight it sends 4.0 bytes, hpZ and ZeRO-2 5.6. From
+# four hosts on it sends more than they do, because an all-reduce sends each float32 gradient almost twice.
 #
 # ## When gathers are hidden
 #
@@ -370,12 +367,13 @@ assert [[round(number, 1) for number in row] for row in table] == [[5.6, 4], [5.
 # Backward decides. (With activation checkpointing it computes 6 T, and the line falls to F / B.) B is what all cards
 # of a host send together, measured as `busbw` of nccl-tests' `all_gather_perf` on all your ranks; F is `6 *
 # parameters` times the tokens per second of one GPU without FSDP, on fewer blocks. With F = 400 TFLOP/s the line is
-# 12,000 tokens where a host has one card of 400 Gbit/s, 50 GB/s; 48,000 with 100 Gbit/s; 1,500 with eight cards of
-# 400.
+# 12,000 tokens where a host has one card of 400 Gbit/s, 50 GB/s, and 1,500 with eight such cards.
 #
 # To check the line, the next cells record what one of 16 ranks issues on torch's `fake` backend and replay it as in
-# lesson 4 for an invented GPU: 400 TFLOP/s, 200 GB/s within a host of eight, 50 GB/s between two hosts, no latency. 1
-# means that all communication is hidden.
+# lesson 4 for two hosts of eight invented GPUs: 400 TFLOP/s, 200 GB/s within a host, no latency. At the left 50 GB/s
+# link the hosts, and 1 means that all communication is hidden. The maps vary link and tokens. A square has the colour of
+# the fastest of FULL_SHARD, ZeRO-2 and HYBRID_SHARD, and says how many times as long FULL_SHARD takes; grey gains at
+# most 10%.
 
 # %% jupyter={"source_hidden": true}
 import torch
@@ -409,9 +407,6 @@ traces["HYBRID_SHARD, 4 micro-batches"] = recorded_on_16(hosts, True, 4)
 dist.destroy_process_group()
 
 # %% tags=["replay"]
-TOKENS = [500 * 2**i for i in range(7)]
-
-
 def slowdown(name, tokens, link, flops=400e12):
     """Length of a replayed step, in times of its computation."""
     compute = {unit: 2 * (nbytes / 4) * tokens / flops for unit, nbytes in traces[name].unit_bytes.items()}
@@ -420,52 +415,69 @@ def slowdown(name, tokens, link, flops=400e12):
     run = traces[name].replay(compute_s=compute, link_gib_s=speeds)
     return run.step_s / run.compute_s
 
-fig, (axes,) = plots.figure(width=7, height=3)
-for name, color in zip(traces, (*plots.RANK_COLORS[:4], plots.RANK_COLORS[3])):
-    style = "o--" if "4" in name else "o-"
-    axes.plot(TOKENS, [slowdown(name, tokens, 50e9) for tokens in TOKENS], style, color=color, label=name)
+
+# %% jupyter={"source_hidden": true}
+TOKENS, PARTS, FASTER = [500 * 2**i for i in range(7)], [16, 8, 4, 2, 1], [1, 2, 4, 8, 16]
+COLOR = dict(zip(traces, (*plots.RANK_COLORS[:4], plots.RANK_COLORS[3])))
+fig, (axes, *maps) = plots.figure(3, width=9.8, height=3.2)
+for name, color in COLOR.items():
+    axes.plot(TOKENS, [slowdown(name, n, 50e9) for n in TOKENS], "o--" if "4" in name else "o-", color=color, label=name)
 axes.axvline(1.5 * 400e12 / 50e9, color=plots.INK, linestyle=":", linewidth=1.2)
-axes.set(xscale="log", yscale="log", xlabel="tokens per rank in a forward pass", ylabel="step / computation")
-axes.set_title("replayed: two hosts of eight")
-axes.set_xticks(TOKENS, TOKENS)
-axes.set_yticks([1, 2, 4, 8, 16], [1, 2, 4, 8, 16])
+axes.set(title="50 GB/s between hosts", xlabel="tokens per rank in a forward pass", ylabel="step / computation")
+axes.loglog()
+axes.set_xticks(TOKENS, [f"{tokens / 1000:g}k" for tokens in TOKENS])
+axes.set_yticks(FASTER, FASTER)
 axes.minorticks_off()
-axes.legend(loc="upper right")
-plots.show(fig, alt="How much longer than its computation a step is, over tokens per rank, by strategy.")
+fig.legend(loc="outside lower center", ncols=5, fontsize=8)
+fastest = {}
+for axes, hybrid, title in zip(maps, list(traces)[3:], ("one micro-batch", "four micro-batches")):
+    for (x, part), (y, faster) in product(enumerate(PARTS), enumerate(FASTER)):
+        link = 200e9 / faster
+        took = {name: slowdown(name, 1.5 * 400e12 / link / part, link) for name in ("FULL_SHARD", "ZeRO-2", hybrid)}
+        best = min(took, key=took.get)
+        times = took["FULL_SHARD"] / took[best]
+        fastest[hybrid, part, faster] = best if times > 1.1 else "FULL_SHARD"
+        axes.add_patch(Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, color=COLOR[best] if times > 1.1 else plots.FAINT))
+        axes.text(x, y, f"{times:.1f}", ha="center", va="center", fontsize=8)
+    axes.set(title=f"fastest with {title}", xlim=(-0.5, 4.5), ylim=(-0.5, 4.5), xlabel="tokens / (1.5 F / B)")
+    axes.set_xticks(range(5), ["1/16", "1/8", "1/4", "1/2", "1"])
+    axes.set_yticks(range(5), FASTER)
+maps[0].set_ylabel("link within / between hosts")
+plots.show(fig, alt="Step over computation by tokens and strategy; and the fastest strategy by tokens and link, for one and four micro-batches.")
 
 # %% tags=["check"]
 for name, trace in traces.items():  # hosts of eight leave what is calculated
     far = [event for event in trace.collectives if event.link == "between hosts"]
     sent = sum(event.sent_bytes * 16 / len(event.ranks) for event in far) / sum(trace.unit_bytes.values()) * 4
     assert abs(sent - leave_a_host(name.split(",")[0], 2, 8, 4 if "4" in name else 1)) < 0.01, name
-for link in (5e9, 12.5e9, 25e9, 50e9):  # the rule, swept over the link
-    line = 1.5 * 400e12 / link
-    far, at = ({name: slowdown(name, tokens, link) for name in traces} for tokens in (line / 8, line))
-    assert max(at.values()) < 1.08
-    assert 1.29 < far["FULL_SHARD"] / far["ZeRO-2"] < 1.31
-    assert far["HYBRID_SHARD"] < 1.01 * far["ZeRO-2"] > 2 * far["HYBRID_SHARD, 4 micro-batches"]
-    third = {name: slowdown(name, line / 3, link) for name in traces}  # one micro-batch, on a link of an eighth of 200
-    assert (third["HYBRID_SHARD"] < third["ZeRO-2"]) == (link <= 25e9)
-    assert third["HYBRID_SHARD, 4 micro-batches"] < 0.82 * third["ZeRO-2"]
+assert max(slowdown(name, 1.5 * 400e12 / link, link) for name in traces for link in (5e9, 12.5e9, 25e9, 50e9)) < 1.08
+for (hybrid, part, faster), best in fastest.items():  # what the text says of the maps
+    expected = hybrid if ("4" in hybrid and faster > 1) or (part >= 4 and faster >= 8) else "ZeRO-2"
+    assert best == (expected if part > 1 else "FULL_SHARD"), (hybrid, part, faster)
 assert [round(slowdown(name, 2000, 50e9), 1) for name in traces] == [5.0, 4.1, 3.9, 3.9, 1.9]
-assert [round(slowdown(name, 15_000, 5e9), 1) for name in traces][2:4] == [5.1, 4.1]
-at_50_mbit = [(name, round(run["step_s"], 1)) for name, run in recorded.load("two_hosts")["results"][0]["strategies"].items()]
-assert [round(slowdown(name, 2000, 100e9), 1) for name in traces] == [2.5, 2.2, 2.0, 2.6, 1.6]
 assert slowdown("HYBRID_SHARD", 4096, 12.5e9) < 0.85 * slowdown("ZeRO-2", 4096, 12.5e9)  # job 2 of turn 1
-assert at_50_mbit[2:] == [("FULL_SHARD", 9.8), ("HYBRID_SHARD", 3.0)]
 
 # %% [markdown]
 # The dotted line is 1.5 F / B = 12,000 tokens. There a replayed step takes at most 8% longer than its computation
 # under any strategy, so none can save more than 8%. To the left the curves part: at 2,000 tokens a step takes 5.0
-# times its computation under FULL_SHARD, 3.9 under ZeRO-2, and 1.9 under HYBRID_SHARD with four micro-batches. With
-# one, HYBRID_SHARD isn't faster than ZeRO-2: its gathers within the host take time, too, and the replay sends one
-# collective at a time. On a slower link those gathers count less: at 5 GB/s and 15,000 tokens a step takes 4.1 times
-# its computation under HYBRID_SHARD with one micro-batch, and 5.1 under ZeRO-2. On a faster one they count more: at
-# 100 GB/s and 2,000 tokens it takes 2.6, longer than FULL_SHARD with 2.5.
+# times its computation under FULL_SHARD, 3.9 under ZeRO-2, and 1.9 under HYBRID_SHARD with four micro-batches.
 #
-# A recording has a real link, limited by `tc` to 50 Mbit/s, between two hosts of two ranks on one machine: 9.8 s a
-# step under FULL_SHARD, 3.0 under HYBRID_SHARD, with one micro-batch in float32. Expect a smaller difference on GPUs:
-# gloo carries out a reduce-scatter as an all-reduce, with twice the bytes, and float32 doubles the gathers.
+# The maps are in shares, so F, B and the link within your host find their square. With four micro-batches HYBRID_SHARD
+# is the fastest left of the line, unless the link between hosts is as fast as the one within. With one, it needs a link
+# of an eighth and at most a quarter of the line's tokens: elsewhere its gathers within the host take too long, as the
+# replay sends one collective at a time, and ZeRO-2 is faster.
+#
+# A recording has a real link, limited by `tc` to 50 Mbit/s, between two hosts of two ranks on one machine, with one
+# micro-batch in float32:
+
+# %% jupyter={"source_hidden": true}
+at_50_mbit = recorded.load("two_hosts")["results"][0]["strategies"]
+rows = [[name.replace("SHARD_GRAD_OP", "ZeRO-2"), round(run["wire_mib"]), f"{run['step_s']:.1f}"] for name, run in at_50_mbit.items()]
+Table(["recorded", "MiB over the link", "s a step"], rows)
+
+# %% [markdown]
+# Expect smaller differences on GPUs: gloo carries out a reduce-scatter as an all-reduce, with twice the bytes, and
+# float32 doubles the gathers.
 #
 # ## The mesh of HYBRID_SHARD
 #
@@ -626,11 +638,11 @@ def my_strategy(job):
 
 
 # %% [markdown]
-# ## Your turn 2 · ZeRO-1 out of `fully_shard`
+# ## Your turn 2 · Gather once, reduce once
 #
-# ZeRO-1 cuts only the optimizer's state; parameters and gradients are complete for the whole step, 2 and 4 bytes per
-# parameter. Write `my_accumulate(model, batches)`, which gathers each unit once and reduces it once for all four
-# micro-batches. (A single unit gathered twice still passes.)
+# Write `my_accumulate(model, batches)`, which gathers each unit once and reduces it once for all four micro-batches. (A
+# single unit gathered twice still passes.) This is ZeRO-1: it cuts only the optimizer's state; parameters and gradients
+# are complete for the whole step, 2 and 4 bytes per parameter.
 #
 # - Given: `model`, the one above under FULL_SHARD; `batches`, a list of four inputs. The loss of one is
 #   `model(x).square().mean() / len(batches)`.
@@ -798,12 +810,10 @@ def my_accumulate(model, batches):
 # 1. One GPU holds the whole state, 16 bytes per parameter with `AdamW(fused=True)`: DDP,
 #    `gradient_as_bucket_view=True`.
 # 2. Else FULL_SHARD. With more than 1.5 F / B tokens per rank in a forward pass the GPU doesn't wait: you are done.
-# 3. The GPU waits, the link between hosts is at most a quarter as fast as within, and each host can hold the whole
-#    state: HYBRID_SHARD, if you have several micro-batches and all-reduce after the last. With one, only on two hosts,
-#    on a link of an eighth or less, with less than a third of those tokens.
+# 3. The GPU waits, and each host can hold the whole state: HYBRID_SHARD where the maps have its colour. With several
+#    micro-batches, all-reduced after the last, that is nearly everywhere; with one, only two hosts on a slow link.
 # 4. Else ZeRO-2, if 2 bytes per parameter are free on each GPU; with many micro-batches and 6 free, turn 2.
-# 5. Else, on several hosts, hpZ, for at most 2 bytes divided by the ranks of a host. It comes last because it hasn't
-#    run on GPUs here, and each `fully_shard` with an integer makes two process groups, for which NCCL takes memory.
+# 5. Else, on several hosts, hpZ, for at most 2 bytes divided by the ranks of a host. It hasn't run on GPUs here.
 # 6. The GPU waits, and only FULL_SHARD fits: more tokens per rank, by
 #    [checkpointing](02_activation_checkpointing.ipynb), or a [second dimension](16_two_dimensions.ipynb).
 #
