@@ -314,7 +314,7 @@ class _LossOfLogits(torch.autograd.Function):
 
 @contextmanager
 def _cached(model: nn.Module, layers: tuple[str, ...]) -> Iterator[dict[nn.Module, torch.Tensor]]:
-    """Hold keys and values, as transformers' cache does; torch's checkpoint around a block leaves them there."""
+    """Hold keys and values, as transformers' cache does; a checkpoint around each block leaves them there."""
     kept: dict[nn.Module, torch.Tensor] = {}
 
     def keep(module: nn.Module, _: Any, output: torch.Tensor) -> None:
