@@ -16,7 +16,7 @@
 # | a checkpoint of LoRA holds | what you choose | adapters and base | adapters |
 # | on CPU ranks it trains with | FSDP2 | FSDP2 | DDP |
 #
-# Measured below on CPU ranks, or read (the rates). For all but the last row, `Trainer` was made to shard there (T5 excepted).
+# Measured below on CPU ranks; learning rates are read. For all but the last row, `Trainer` was made to shard (T5 excepted).
 
 # %% tags=["card"]
 from fsdp_utils.lessons import lesson, plots
@@ -777,7 +777,7 @@ def accumulate(model, parts):                   # each rank would step with its 
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | loss and norm are too large by ranks times micro-batches | the model ignores `num_items_in_batch` (BERT, T5) | `ByLabels` |
+# | loss and norm are too large by ranks times micro-batches | the model ignores `num_items_in_batch` (BERT, T5) | override `compute_loss` as `ByLabels` does |
 # | `Invariant encountered: value was None` (BERT) or `shared with a parameter already managed by another FSDP group` (T5) | Accelerate 1.15 makes units of the embedding and of a module around it (BERT) or two that share it (T5) | BERT: name the block in `fsdp_config`, as above; T5: DDP |
 # | `fsdp=True`, and each rank holds the whole model | Accelerate has no FSDP for this type of device, or the script runs without torchrun | look at `trainer.is_fsdp_enabled` |
 # | `AcceleratorState has already been initialized` | a `Trainer` of another precision ran in this process | a new process for each run |
