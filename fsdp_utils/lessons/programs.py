@@ -1,15 +1,16 @@
 """Compare training programs: small models, a Trainer that shards on CPU ranks, and sizes of checkpoints."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import (
     BertConfig,
@@ -27,30 +28,17 @@ from transformers import (
 from fsdp_utils.lessons import tasks
 
 
-def _llama() -> PreTrainedModel:
-    sizes: Any = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_attention_heads=4, **sizes))
-
-
-def _bert() -> PreTrainedModel:
-    sizes: Any = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
-    others: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 64}
-    return BertForTokenClassification(BertConfig(vocab_size=64, num_attention_heads=4, **sizes, **others))
-
-
-def _t5() -> PreTrainedModel:
-    sizes: Any = {"d_model": 64, "d_kv": 16, "d_ff": 192, "num_layers": 3, "num_heads": 4}
-    others: Any = {"dropout_rate": 0.0, "decoder_start_token_id": 0}
-    return T5ForConditionalGeneration(T5Config(vocab_size=64, **sizes, **others))
-
-
-_MODELS: dict[str, Callable[[], PreTrainedModel]] = {"Llama": _llama, "BERT": _bert, "T5": _t5}
-
-
 def small(name: str) -> PreTrainedModel:
     """Build a small Llama, BERT or T5 without dropout, with the same random weights on every rank."""
     torch.manual_seed(0)
-    return _MODELS[name]()
+    sizes: Any = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
+    if name == "Llama":
+        return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_attention_heads=4, **sizes))
+    if name == "BERT":
+        sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 64}
+        return BertForTokenClassification(BertConfig(vocab_size=64, num_attention_heads=4, **sizes))
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 192, "num_layers": 3, "num_heads": 4, "dropout_rate": 0.0}
+    return T5ForConditionalGeneration(T5Config(vocab_size=64, decoder_start_token_id=0, **sizes))
 
 
 def save_base(folder: str, *, steps: int = 100) -> None:
@@ -69,13 +57,11 @@ def save_base(folder: str, *, steps: int = 100) -> None:
 
 def tensor_kib(folder: str) -> int:
     """Return the KiB of the tensors in a checkpoint: of DCP's files by their metadata, and of safetensors."""
-    entries = [
-        entry
-        for path in Path(folder).rglob(".metadata")
-        for entry in FileSystemReader(path.parent).read_metadata().state_dict_metadata.values()
-    ]
-    sizes = [e.size.numel() * e.properties.dtype.itemsize for e in entries if hasattr(e, "size")]  # pyright: ignore
-    sizes += [t.nbytes for path in Path(folder).rglob("*.safetensors") for t in load_file(path).values()]
+    sizes = [t.nbytes for path in Path(folder).rglob("*.safetensors") for t in load_file(path).values()]
+    for path in Path(folder).rglob(".metadata"):
+        entries = FileSystemReader(path.parent).read_metadata().state_dict_metadata.values()
+        tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
+        sizes += [tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in tensors]
     return round(sum(sizes) / 2**10)
 
 
@@ -98,41 +84,29 @@ class TrainerOnCpus(Trainer):
 def run_trainer(
     model: PreTrainedModel,
     rows: Sequence[dict[str, torch.Tensor]],
+    *,
+    kind: type[Trainer] = TrainerOnCpus,
     policy: MixedPrecisionPolicy | None = None,
     **arguments: Any,
 ) -> list[tuple[float, float]]:
-    """Train by `TrainerOnCpus`, on the rows in their order, with `fsdp=True` if `arguments` do not have it.
+    """Train on the rows in their order, by a Trainer of this kind.
 
     Args:
         policy: replaces the one that Accelerate makes of `bf16=True`.
-        arguments: of TrainingArguments.
+        arguments: of TrainingArguments; `fsdp` is True if it isn't among them.
 
     Returns:
         Loss and norm of the gradient before clipping, of each step.
     """
-    forget()
-    given: dict[str, Any] = {
-        "fsdp": True,
-        "use_cpu": not torch.cuda.is_available(),
-        "save_strategy": "no",
-        "report_to": [],
-        **arguments,
-    }
-    args = TrainingArguments(
-        train_sampling_strategy="sequential", logging_steps=1, disable_tqdm=True, **given
-    )
-    trainer = TrainerOnCpus(model=model, args=args, train_dataset=rows)  # pyright: ignore[reportArgumentType]
-    trainer.remove_callback(PrinterCallback)  # it prints what log_history holds
-    if policy is not None:
-        state: Any = trainer.accelerator.state
-        state.fsdp_plugin.mixed_precision_policy = policy
-    trainer.train()
-    return [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
-
-
-def forget() -> None:
-    """Clear what the last Accelerator has left in this process: its classes and environment variables."""
-    AcceleratorState._reset_state(reset_partial_state=True)
+    AcceleratorState._reset_state(reset_partial_state=True)  # what the last Trainer has left in this process
     GradientState._reset_state()
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         os.environ.pop(name, None)
+    given: Any = {"fsdp": True, "use_cpu": not torch.cuda.is_available(), "save_strategy": "no"}
+    given |= {"train_sampling_strategy": "sequential", "logging_steps": 1, "disable_tqdm": True, **arguments}
+    trainer: Any = kind(model, TrainingArguments(**given), train_dataset=cast("Any", rows))
+    trainer.remove_callback(PrinterCallback)  # it prints what log_history holds
+    if policy is not None:
+        trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
+    trainer.train()
+    return [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]

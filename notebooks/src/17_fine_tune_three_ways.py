@@ -1,14 +1,14 @@
 # %% [markdown]
 # # 17 · Fine-tune: own loop, fsdp_utils.train or Trainer?
 #
-# You have a model, your own data and several GPUs. Who should run the training steps: a loop of your own,
-# transformers' `Trainer`, or this library's training program, `fsdp_utils.train`? **Take `Trainer` if you work with
-# transformers' datasets, metrics and callbacks; `fsdp_utils.train` if the run has to go on by itself after it was
-# interrupted; your own loop if the order of forward, backward and `optimizer.step()` is itself new.** Losses don't
-# decide it: on GPUs all three shard the model by torch's `fully_shard` (FSDP2), and with the same settings they train
-# the same. What should concern you are the differences that no error reports:
+# You have a model, your own data and several GPUs. Who should run the training steps: a loop of your own, transformers'
+# `Trainer`, or this library's training program, `fsdp_utils.train`? **Take `Trainer` if you work with transformers'
+# datasets, metrics and callbacks; `fsdp_utils.train` if the run has to go on by itself after it was interrupted; your
+# own loop if the order of forward, backward and `optimizer.step()` is itself new.** Losses don't decide it: on GPUs all
+# three (`Trainer` with `fsdp=True`) shard the model by torch's `fully_shard` (FSDP2), and with the same settings they
+# train the same. What should concern you are the differences that no error reports:
 #
-# | | your own loop | `fsdp_utils.train` | `Trainer` |
+# | | your own loop | `fsdp_utils.train` | `Trainer`, `fsdp=True` |
 # |:--|:--|:--|:--|
 # | the loss is | what you divide it by | the mean over all labels | the same for Llama; for BERT or T5 on 4 ranks 4 times as large |
 # | learning rate, if you set none | 0.001 (`AdamW`) | 0.0003 | 0.00005 |
@@ -16,7 +16,7 @@
 # | a checkpoint of LoRA holds | what you choose | adapters and base | adapters |
 # | on CPU ranks it trains with | FSDP2 | FSDP2 | DDP |
 #
-# Each row is measured below, on CPU ranks. For all but the last, `Trainer` was made to shard there (T5 excepted).
+# Measured below on CPU ranks; learning rates are read. For all but the last row, `Trainer` was made to shard (T5 excepted).
 
 # %% tags=["card"]
 from fsdp_utils.lessons import lesson, plots
@@ -25,17 +25,16 @@ lesson.card(
     17,
     learn="choose a training program, and find the differences between three of them that no error reports",
     needs="[lesson 7](07_mixed_precision.ipynb) and [lesson 9](09_child_tuning.ipynb)",
-    minutes=(1, 22, 25),
+    minutes=(1, 28, 27),
 )
 
 # %% [markdown]
 # ## The script
 #
-# It trains the same small Llama for three steps in three ways: by a loop, by the same loop with another loss, and
-# by `Trainer` with `fsdp=True`, its switch for FSDP2. (`fsdp_utils.train` has a command of its own, shown below.)
-# Only the tokens of a sample's answer count in the loss: the others have the label -100. Look at the line after
-# `if by_labels`, which is all that the two loops differ in. Save it as `train.py`, then run
-# `torchrun --nproc-per-node 4 train.py`.
+# It trains the same small Llama for three steps in three ways: by a loop, by the same loop with another loss, and by
+# `Trainer` with `fsdp=True`, its switch for FSDP2. Only the tokens of a sample's answer count in the loss: the others
+# have the label -100. Look at the line after `if by_labels`, which is all that the two loops differ in. Save it as
+# `train.py`, then run `torchrun --nproc-per-node 4 train.py`.
 #
 # ```python
 # import torch
@@ -109,23 +108,21 @@ lesson.card(
 #
 # The second loop takes one mean over all 24. `loss * own` turns a rank's mean back into the sum of its losses. The
 # sum is divided by `labels_per_rank`, 24 / 4 = 6, and FSDP's mean over the four ranks divides by 4 again. This works
-# for every model that returns a mean. (T5 and BERT predict the first label, too: count it there. And give each rank at
-# least one label, as the mean over none is NaN.)
+# for every model that returns a mean. Give each rank at least one label: the mean over none is NaN.
 #
-# **The bytes.** A rank of either loop holds 164 KiB of weights, a quarter of the model. A rank of `Trainer` holds
-# all 658, because on CPU ranks `fsdp=True` has no effect: Accelerate, the library under `Trainer` that distributes
-# the model, switches FSDP on for GPUs and other accelerators only. The one trace is DDP's warning about
-# `find_unused_parameters`, left out above. So **a test of your `Trainer` on CPU ranks tests DDP**: look at
-# `trainer.is_fsdp_enabled`, which is False there.
+# **The bytes.** A rank of either loop holds 164 KiB of weights, a quarter of the model. A rank of `Trainer` holds all
+# 658, because on CPU ranks `fsdp=True` has no effect: Accelerate, the library under `Trainer` that distributes the
+# model, switches FSDP on for GPUs and other accelerators only. So **a test of your `Trainer` on CPU ranks tests DDP**:
+# look at `trainer.is_fsdp_enabled`, which is False there.
 #
 # ## Which one?
 #
 # **`Trainer`** takes arguments and callbacks. Another loss or a second model is no obstacle: override `compute_loss`,
-# as TRL's trainers do. `trainer.train(resume_from_checkpoint=True)` continues a run, but raises a `ValueError` while
-# there is no checkpoint. **`fsdp_utils.train`** takes a function that returns data and model. The same command, given
-# again, continues from the last complete checkpoint, also on another number of ranks
-# ([lesson 10](10_end_to_end.ipynb) kills it to show that); its step is fixed: one loss, AdamW, clipping. In **your own
-# loop** all is yours to get right: what is counted, saved and resumed.
+# as TRL's trainers do, but count the labels as the next section does. `trainer.train(resume_from_checkpoint=True)`
+# continues a run, but raises a `ValueError` while there is no checkpoint. **`fsdp_utils.train`** takes a function that
+# returns data and model. The same command, given again, continues from the last complete checkpoint, also on another
+# number of ranks ([lesson 10](10_end_to_end.ipynb) kills it to show that); its step is fixed: one loss, AdamW,
+# clipping. In **your own loop** all is yours to get right: what is counted, saved and resumed.
 
 # %% jupyter={"source_hidden": true}
 import os
@@ -163,7 +160,7 @@ from transformers import TrainingArguments
 
 from fsdp_utils import shard
 from fsdp_utils.lessons.probe import Probe
-from fsdp_utils.lessons.programs import run_trainer, save_base, small, tensor_kib
+from fsdp_utils.lessons.programs import TrainerOnCpus, run_trainer, save_base, small, tensor_kib
 from fsdp_utils.train import DataConfig, OptimConfig, ParallelConfig, TrainConfig, rows_at, train as train_program
 
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -177,16 +174,15 @@ device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.
 # %% [markdown]
 # ## A loss as many times too large as there are ranks
 #
-# How does `Trainer` get its mean over all labels? It counts them and gives the number to the model's `forward`, as
-# `num_items_in_batch`. A Llama adds up its losses and divides by that number, and `Trainer` multiplies by the number
-# of ranks, which undoes the mean that FSDP or DDP takes. BERT and T5 accept the argument, because their `forward` takes
-# `**kwargs`, and ignore it. They return a mean, and `Trainer` multiplies that, too.
+# `Trainer` counts the labels and gives the number to the model's `forward`, as `num_items_in_batch`. A Llama adds up
+# its losses and divides by that number, and `Trainer` multiplies by the number of ranks, which undoes the mean that
+# FSDP or DDP takes. BERT and T5 accept the argument, because their `forward` takes `**kwargs`, and ignore it. They
+# return a mean, and `Trainer` multiplies that, too.
 #
 # The next cell compares the loss of `Trainer` with the script's recipe, for one and for two micro-batches on each rank
 # (`gradient_accumulation_steps`). `run_trainer`, from `fsdp_utils/lessons/programs.py`, runs a `Trainer` with
-# `fsdp=True` and makes Accelerate shard on CPU ranks; all numbers of `Trainer` below come from it. T5 alone runs with
-# DDP, as Accelerate 1.15 raises over the embedding that encoder and decoder share (and over BERT's, unless you name the
-# block as the cell does). A ratio of 1 is right.
+# `fsdp=True`. `TrainerOnCpus` is a test double, which shards on CPU ranks, too: on GPUs you use `Trainer`. All numbers
+# of `Trainer` below come from it, T5's with DDP. A ratio of 1 is right. `ByLabels` is the cure.
 
 # %%
 # %%ranks
@@ -197,6 +193,12 @@ def labels_per_rank(parts):
     """The number of labels in these micro-batches of a step, in the mean over the ranks."""
     dist.all_reduce(count := sum(map(labels_of, parts)) / world)
     return count
+
+class ByLabels(TrainerOnCpus):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        output = model(**inputs)                                # its loss is a mean over labels_of(inputs) labels
+        loss = output.loss * labels_of(inputs) / num_items_in_batch * self.accelerator.num_processes
+        return (loss, output) if return_outputs else loss
 
 torch.manual_seed(1)
 ids = torch.randint(64, (2 * world, 24))
@@ -211,28 +213,26 @@ for name, block in {"Llama": "LlamaDecoderLayer", "BERT": "BertLayer", "T5": Non
             right = sum(model(**part).loss * labels_of(part) for part in parts) / labels_per_rank(parts) / world
         dist.all_reduce(right)
         settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": n, "max_steps": 1}
-        (loss, _), *_ = run_trainer(small(name), rows, **place, **settings)
-        (model := small(name)).accepts_loss_kwargs = False
-        (mended, _), *_ = run_trainer(model, rows, **place, **settings)
-        too_large.append([name, n, round(loss / right.item(), 2), round(mended / right.item(), 2)])
+        losses = [run_trainer(small(name), rows, kind=k, **place, **settings)[0][0] for k in (TrainerOnCpus, ByLabels)]
+        too_large.append([name, n, *(round(loss / right.item(), 2) for loss in losses)])
 
 # %%
 too_large = ranks.get("too_large")[0]
 world = ranks.get("world")[0]
-assert [round(row[2] / max(1, world * row[1] * (row[0] != "Llama"))) for row in too_large] == [1] * 6
-Table(["model", "micro-batches", "Trainer's loss / mean over all labels", "with accepts_loss_kwargs = False"], too_large)
+assert all(round(a / (1 if name == "Llama" else world * n)) == b == 1 for name, n, a, b in too_large)
+Table(["model", "micro-batches", "Trainer's loss / mean over all labels", "with ByLabels"], too_large)
 
 # %% [markdown]
 # The losses of BERT and T5 are too large by the number of ranks times that of micro-batches, and so are their
-# gradients. The cure is one line before `Trainer(...)`: `model.accepts_loss_kwargs = False`. Then `Trainer` doesn't
-# count, and takes a mean of means, which is near the right one, as the last column shows. The script's loop is right
-# for all three, because it doesn't need `num_items_in_batch`.
+# gradients. `ByLabels` mends both. With your own data count the first label, too, for BERT and T5, which predict it. An
+# override that returns `model(**inputs).loss` falls into the same trap: a mean of means, with two micro-batches 2.0
+# times too large for the Llama. `model.accepts_loss_kwargs = False` mends the factor, but leaves a mean of means.
 #
 # ## With equal settings, equal losses
 #
-# Do the three train the same if you ask them for the same? What they fine-tune is a Llama of three blocks, which a
-# folded cell trains to write dates in digits (`7 march 1998>1998-03-07`) and saves as the folder `base`, in the format
-# of a model on the hub. The new task is the way back, `1998-03-07>7 march 1998`, whose answers differ in length.
+# The three fine-tune a Llama of three blocks, which a folded cell trains to write dates in digits
+# (`7 march 1998>1998-03-07`) and saves as the folder `base`, in the format of a model on the hub. The new task is the way
+# back, `1998-03-07>7 march 1998`, whose answers differ in length.
 
 # %%
 # %%writefile finetune.py
@@ -266,9 +266,8 @@ def lora_task():
 
 # %% [markdown]
 # For your own model and data change `BASE`, `target_modules` and `encode`. `encode` returns a dict of tensors with a
-# row for each sample: ids from your tokenizer, padded, and labels that are -100 for prompt and padding. `tasks.Task`
-# only holds the function that builds the model and two such dicts, to train and to test. Each process loads the whole
-# model into CPU memory before it is sharded; where that doesn't fit, see
+# row for each sample: ids from your tokenizer, padded, and labels that are -100 for prompt and padding. Each process
+# loads the whole model into CPU memory before it is sharded; where that doesn't fit, see
 # [lesson 12](12_a_model_too_big_for_one_rank.ipynb), and for `Trainer` `cpu_ram_efficient_loading` of `fsdp_config`.
 
 # %% jupyter={"source_hidden": true}
@@ -325,7 +324,7 @@ def by_hand(model, steps=STEPS, policy=None):
 
 # %% [markdown]
 # **Way 2, `fsdp_utils.train`**, you'd start in a terminal. Here the ranks are running already, so the folded
-# `by_program` calls it as a function with these settings:
+# `by_program` calls it as a function with these settings; betas, clipping and batch are its defaults:
 #
 # ```bash
 # torchrun --nproc-per-node 4 -m fsdp_utils.train --out runs/lora --data.source finetune:lora_task \
@@ -360,13 +359,13 @@ for (way, how), curve in curves.items():
         assert abs(found[0] - mine[0]) < 1e-4 and abs(found[1] - mine[1]) < 2e-3, (way, how)  # noqa: PT018
 
 # %% [markdown]
-# They do: with all parameters and with LoRA, the losses of each step differ by less than 0.0001 between the programs,
-# and the norms before clipping by less than 0.002, as a folded check asserts. It took equal samples in equal order, the
-# same denominator of the loss, AdamW's settings with their schedule, and clipping by the norm over all ranks.
+# With all parameters and with LoRA, the losses of each step differ by less than 0.0001 between the programs, and the
+# norms before clipping by less than 0.002, as a folded check asserts. It took equal samples in equal order, the same
+# denominator of the loss, AdamW's settings with their schedule, and clipping by the norm over all ranks.
 #
 # ## The defaults
 #
-# What you leave out gets each program's default, here read from the installed versions. Look at the first row first.
+# What you leave out gets each program's default, here read from the installed versions.
 
 # %%
 # %%ranks
@@ -387,8 +386,8 @@ Table(["if left out", *ways], ranks.get("defaults")[0])
 
 # %% [markdown]
 # The learning rates differ by up to a factor of 20. So when you move a run from one program to another, set every row.
-# One difference has no row: once weight decay is on, `Trainer` exempts norms and biases, and the other two decay all
-# that is trained.
+# One difference has no row: once weight decay is on, `Trainer` exempts norm layers and biases, and the other two
+# decay all that is trained.
 #
 # ## Precision
 #
@@ -421,9 +420,10 @@ Table(["asked for bf16", "parameters at rest", "bytes gathered for one number", 
 
 # %% [markdown]
 # The third row is the odd one: `Trainer` adds up the ranks' gradients in bf16, because Accelerate's `bf16` sets
-# `reduce_dtype` with `param_dtype`. That saves half of the reduced bytes, but each addition rounds: lesson 7 finds
-# such sums 0.7% off with 64 simulated ranks. Transformers 5.23 has no argument for it; the assignment helps, as the
-# last row shows. All four keep float32 parameters at rest, because `full()` loads them so.
+# `reduce_dtype` with `param_dtype`. That saves half of the reduced bytes, but each addition rounds: lesson 7 finds such
+# sums 0.7% off with 64 simulated ranks. Transformers 5.23 has no argument for it; the assignment helps, as the last row
+# shows. The first two keep float32 parameters at rest because `full()` loads them so; `Trainer` with `bf16=True` makes
+# trainable parameters float32 however they were loaded.
 #
 # ## Checkpoints of LoRA
 #
@@ -458,28 +458,26 @@ assert saved[1][2] > 5 * saved[0][2] == 5 * saved[2][2]
 Table(["saved by", "all parameters, KiB", "LoRA, KiB"], saved)
 
 # %% [markdown]
-# With all parameters, each saves the weights and AdamW's two averages. With LoRA, your loop and `Trainer` save the same
-# three for the adapters alone: 72 KiB, of use only beside the base. `fsdp_utils.train` saves the frozen base as well,
-# 658 KiB more, which with 8 billion parameters in float32 would be about 30 GiB.
+# With all parameters, each saves the weights and AdamW's two averages. With LoRA, your loop and `Trainer`, here with
+# `SHARDED_STATE_DICT`, save the same three for the adapters alone: 72 KiB, of use only beside the base.
+# `fsdp_utils.train` saves the frozen base, too: 658 KiB more, and with 8 billion parameters in float32 about 30 GiB.
 #
-# PEFT reads your loop's folder `adapter`, but not what DCP wrote. `Trainer` writes by DCP with `SHARDED_STATE_DICT`, as
-# in `by_trainer`; its default, `FULL_STATE_DICT`, gathers the whole model in rank 0's CPU memory
-# ([lesson 3](03_full_state_dict.ipynb)) and writes a file for PEFT. For this library's checkpoints there is
-# `export_safetensors(..., adapter_only=True)` ([recipes](../book/trainers.md)).
+# PEFT reads your loop's folder `adapter`, but not what DCP wrote, for `Trainer` as well. Its default, `FULL_STATE_DICT`,
+# gathers the whole model in rank 0's CPU memory ([lesson 3](03_full_state_dict.ipynb)) and writes a file for PEFT. For
+# this library's checkpoints there is `export_safetensors(..., adapter_only=True)` ([recipes](../book/trainers.md)).
 #
 # ## What a rank holds and sends
 #
-# Do they cost the same, with equal settings? The figure shows what rank 0 holds between steps, and what it gathers and
-# reduces in one; `fsdp_utils.train` has your loop's numbers. Compare the upper two rows with each other, then with the
-# lower two.
+# The figure shows what rank 0 holds when `optimizer.step()` returns, before `zero_grad()`, and what it gathers and
+# reduces in a step; `fsdp_utils.train` has your loop's numbers.
 
 # %% tags=["held"]
 held = ranks.get("{key: [n / 2**10 for n in probe.row()] for key, (_, probe) in runs.items()}")[0]
 kib = {f"{way}, {how}": held[way, how] for how in ("full", "lora") for way in ways[::2]}
 plots.amounts({
-    "between steps": {run: dict(zip(("parameters", "gradients", "AdamW's averages"), row)) for run, row in kib.items()},
+    "after optimizer.step()": {run: dict(zip(("parameters", "gradients", "AdamW's averages"), row)) for run, row in kib.items()},
     "in one step": {run: {"gathered": row[3], "reduced": row[4]} for run, row in kib.items()},
-}, unit="KiB", alt="What rank 0 holds between steps, and gathers and reduces in one: own loop and Trainer, full and LoRA.")
+}, unit="KiB", alt="What rank 0 holds after step(), and gathers and reduces in one: own loop and Trainer, full and LoRA.")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
 for way in ways:
@@ -490,13 +488,13 @@ assert held[ways[1], "full"] == held[ways[0], "full"] and held[ways[1], "lora"] 
 assert 1 < held["Trainer", "full"][3] / held[ways[0], "full"][3] < 1.03
 
 # %% [markdown]
-# **Between the programs** there is no difference at rest, and in a step `Trainer` gathers 16 KiB more: Accelerate
-# makes the embedding a unit, which is gathered twice, and norm with head another (with tied weights, all three one).
-# `shard` leaves them in the model's own unit, which stays gathered until backward ends. Embedding and head of Llama 3
-# 8B are 2 GiB in bf16: in your own loop, make them units as in [lesson 1](01_transformer_wrapper.ipynb).
+# **Between the programs**, only the gathers differ. `Trainer` gathers 16 KiB more: Accelerate makes the embedding a
+# unit, which is gathered twice, and norm with head another. `shard` leaves them in the model's own unit, which stays
+# gathered until backward ends. The embedding of Llama 3 8B is 1 GiB in bf16: made a unit as in
+# [lesson 1](01_transformer_wrapper.ipynb), it is freed between forward and backward.
 #
-# **From all parameters to LoRA**, a rank holds 188 instead of 658 KiB between steps, as gradients and averages remain
-# for the adapters alone. What is gathered doesn't shrink: frozen weights compute, too ([lesson 9](09_child_tuning.ipynb)).
+# **From all parameters to LoRA**, a rank holds 188 instead of 658 KiB, as gradients and averages remain for the
+# adapters alone. What is gathered doesn't shrink: frozen weights compute, too ([lesson 9](09_child_tuning.ipynb)).
 #
 # ## Your turn 1 · Train adapters only
 #
@@ -767,30 +765,31 @@ def accumulate(model, parts):                   # each rank would step with its 
     return loss.detach()
 
 # %% [markdown]
-# **The price** of `set_requires_gradient_sync(False)`: until the last micro-batch each rank keeps the *full*
-# gradients, 658 KiB here instead of 164. For 8 billion parameters in float32 that is 30 GiB on every rank. Where
-# they don't fit, reduce after each micro-batch, which sends twice the bytes with two: leave the switch alone, or give
-# `Trainer` `accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}}`.
+# **The price** of `set_requires_gradient_sync(False)`: until the last micro-batch each rank keeps the *full* gradients,
+# 658 KiB here instead of 164. For 8 billion parameters in float32 that is 30 GiB on every rank. Where they don't fit,
+# reduce after each micro-batch, which with two reduces twice the bytes and gathers as many as before: leave the switch
+# alone, or give `Trainer` `accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}}`.
 #
 # Why does the turn compare norms? If all gradients are too large by the same factor, clipping and AdamW take nearly
-# the same steps, and the losses show nothing. The norm does: **compare gradient norms, too.**
+# the same steps, and where the returned loss is right, losses show nothing. The norm does: **compare norms, too.**
 #
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | loss and norm are too large by ranks times micro-batches | the model ignores `num_items_in_batch` (BERT, T5) | `model.accepts_loss_kwargs = False` before `Trainer(...)` |
+# | loss and norm are too large by ranks times micro-batches | the model ignores `num_items_in_batch` (BERT, T5) | override `compute_loss` as `ByLabels` does |
+# | `Invariant encountered: value was None` (BERT) or `shared with a parameter already managed by another FSDP group` (T5) | Accelerate 1.15 makes units of the embedding and of a module around it (BERT) or two that share it (T5) | BERT: name the block in `fsdp_config`, as above; T5: DDP |
 # | `fsdp=True`, and each rank holds the whole model | Accelerate has no FSDP for this type of device, or the script runs without torchrun | look at `trainer.is_fsdp_enabled` |
 # | `AcceleratorState has already been initialized` | a `Trainer` of another precision ran in this process | a new process for each run |
 # | losses differ at step 1 | other samples (`Trainer` shuffles by its own seed), or a mean of means | `train_sampling_strategy="sequential"`; divide by all labels |
-# | losses differ from step 2 or 3 on | a setting of the table of defaults was left out, or one program decays norms | set them all |
-# | with dropout and `fsdp_config={"activation_checkpointing": True}`, a model learns less well | Accelerate 1.15 recomputes with `preserve_rng_state=False`: backward drops other numbers than forward | `TrainingArguments(activation_checkpointing=True)`; it warns of one more all-gather, which we didn't find |
+# | losses differ from step 2 or 3 on | a setting of the table of defaults was left out, or one program decays norm layers | set them all |
+# | with dropout and `fsdp_config={"activation_checkpointing": True}`, a model learns less well | Accelerate 1.15 recomputes with `preserve_rng_state=False`: backward drops other numbers than forward | `TrainingArguments(activation_checkpointing=True)` |
 #
 # ## The rule
 #
 # `Trainer` for its datasets and callbacks, `fsdp_utils.train` for resuming by itself, your own loop for an unusual
-# step. Then check three things: that it shards (`trainer.is_fsdp_enabled`, or this library's `check_sharding(model)`), what a
-# checkpoint holds, and that losses *and* gradient norms of a few steps equal those of the program that you trust.
+# step. Then check three things: that it shards (`trainer.is_fsdp_enabled`, or this library's `check_sharding(model)`),
+# what a checkpoint holds, and that losses *and* gradient norms of a few steps equal those of a program you trust.
 
 # %% jupyter={"source_hidden": true}
 os.chdir(home)
