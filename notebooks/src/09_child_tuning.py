@@ -1,11 +1,10 @@
 # %% [markdown]
 # # 9 · Child fine-tuning
 #
-# You fine-tune a pretrained model. Which of its weights may stay unchanged: frozen ones, all but small adapters,
-# or those under a mask? **Train adapters, or freeze the blocks nearest the input with `requires_grad=False`: FSDP2
-# then keeps and reduces no gradients for the rest. Backward stops at the lowest weight that is trained, so if your
-# accuracy allows it, train nothing in the lower blocks: that saves their activations and their second gather, too.
-# A mask on the gradients, called child tuning, saves no memory and no communication.**
+# You fine-tune a pretrained model and leave most of its weights unchanged. What does that save under FSDP2?
+# **Adapters save almost all gradients and AdamW states. Training nothing in the lower blocks also saves their second
+# all-gather, their backward and (without activation checkpointing) their activations, because backward stops at the
+# lowest trained weight. A mask on the gradients, called child tuning, saves neither memory nor communication.**
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -17,8 +16,8 @@ WAYS = {  # the width that is trained in each of six blocks; adapters are drawn 
     "adapters in the last two": [0] * 4 + [0.12] * 2,
 }
 SHARES = {  # % of all weights; a cell below holds them against a run
-    "kept": ("gradients, averages", [100, 34, 2, 1]),
-    "moved": ("bytes moved", [100, 61, 68, 51]),
+    "kept": ("gradients, AdamW states", [100, 34, 2, 1]),
+    "moved": ("gathered + reduced", [100, 61, 68, 51]),
     "activations": ("activations", [100, 34, 72, 25]),
     "MFLOP": ("FLOPs", [100, 56, 67, 44]),
 }
@@ -47,11 +46,11 @@ for column, ((title, blocks), upper, lower) in enumerate(zip(WAYS.items(), *fig.
 plots.show(fig, alt="Four ways to fine-tune six blocks: what is trained, how far backward goes, and what a step costs.")
 
 # %% [markdown]
-# The drawing shows four ways to fine-tune a small Llama of six blocks, each an FSDP2 unit. Blue weights are trained,
-# grey ones are frozen (adapters are drawn too wide). The arrow is backward, from the loss down to the lowest trained
-# weight. It gathers every block on its way again, and the block at ↺ ahead of time, for nothing. Beneath are the
-# measured costs of a step. Compare the second and the third column: adapters remove almost all gradients, the
-# short arrow two thirds of the activations. The fourth column has both.
+# Four ways to fine-tune a small Llama of six blocks, each an FSDP2 unit. Blue weights are trained, grey ones
+# frozen (adapters are drawn too wide). The arrow is backward, from the loss down to the lowest trained
+# weight. It gathers every block on its way again. FSDP2 also prefetches the block at ↺, which backward never uses.
+# Beneath are the measured costs of a step in float32, without activation checkpointing. Compare columns 2 and 3:
+# adapters remove almost all gradients, the short arrow two thirds of the activations. Column 4 has both.
 
 # %% tags=["card"]
 lesson.card(
@@ -65,7 +64,7 @@ lesson.card(
 # ## The script
 #
 # Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. For each of the four
-# ways it prints the KiB of gradients and averages that rank 0 keeps, and the KiB of complete tensors that one step
+# ways it prints the KiB of gradients and AdamW states that rank 0 keeps, and the KiB of complete tensors that one step
 # gathers and reduces, all rounded. (With PEFT, transformers 5.23 adds a harmless `FutureWarning`.)
 #
 # ```python
@@ -123,7 +122,7 @@ lesson.card(
 # ```
 #
 # The model takes 1,571 KiB in float32, and with all weights trained it **reduces** a gradient for each of them.
-# It **keeps** that gradient and AdamW's two averages, three tensors of which rank 0 has a quarter: 3 · 1,571 / 4 =
+# It **keeps** that gradient and AdamW's two moments, three tensors of which rank 0 has a quarter: 3 · 1,571 / 4 =
 # 1,178. It **gathers** the complete model in forward, and in backward the six blocks again, 256.5 KiB each, together
 # 3,110. (Embedding, norm and head belong to the root unit, which FSDP2 does not free after forward.)
 #
@@ -133,17 +132,15 @@ lesson.card(
 #
 # ## Where you freeze decides what you save
 #
-# A frozen parameter has no gradient, so FSDP2 has nothing to reduce, and AdamW makes no averages for it. FSDP2 decides
+# A frozen parameter has no gradient, so FSDP2 has nothing to reduce, and AdamW keeps no moments for it. FSDP2 decides
 # this for each parameter, so one unit may hold frozen and trained ones. The weights themselves stay sharded, and
 # forward gathers them as before. You may freeze before `fully_shard` or after it.
 #
-# The rest depends on *where* you freeze. The gradient has to pass through every block between the loss and
-# the lowest trained parameter, so backward needs the weights of these blocks, trained or not. Below that parameter
-# nothing remains to be computed, so backward stops.
+# The rest depends on *where* you freeze. The gradient passes through every block between the loss and the lowest
+# trained parameter, so backward needs these blocks' weights, trained or not. Below that parameter it stops.
 #
-# The next cells freeze one block after the other, once from below (the embedding, then block 0 upwards) and once
-# from above (the head and the final norm, then block 5 downwards). `one_step` takes the script's step and measures
-# activations and FLOPs, too.
+# The next cells freeze one block after the other, once from below (first the embedding) and once from above (first the
+# head and the final norm). `one_step` takes the script's step and measures activations and FLOPs, too.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -249,13 +246,13 @@ from_above = [one_step(frozen(count, above=True)) for count in range(7)]
 # %% jupyter={"source_hidden": true}
 below, above = ranks.get("(from_below, from_above)")[0]
 fig, panels = plots.figure(4, width=9.4, height=2.5)
-shown = {"kept": "gradients, averages, KiB", "activations": "activations, KiB", "gathered again": "gathers in backward",
-         "MFLOP": "MFLOP of a step"}
+shown = {"kept": "gradients, AdamW states, KiB", "activations": "activations, KiB",
+         "gathered again": "gathers in backward", "MFLOP": "MFLOP of a step"}
 for axes, (what, title) in zip(panels, shown.items()):
     axes.plot([f[what] for f in above], color=plots.RANK_COLORS[1], linewidth=5, label="from above, head first")
     axes.plot([f[what] for f in below], color=plots.RANK_COLORS[0], marker="o", label="from below, embedding first")
-    axes.set(title=title, xlabel="frozen blocks", ylim=(0, None), xticks=range(7))
-panels[2].legend(loc="lower left", fontsize=6)
+    axes.set(title=title, xlabel="frozen blocks, + one end", ylim=(0, None), xticks=range(7))
+panels[3].legend(loc="lower left", fontsize=7)
 plots.show(fig, alt="Kept bytes, activations, gathers in backward and FLOPs, by the number of frozen blocks.")
 
 # %% tags=["check"] jupyter={"source_hidden": true}
@@ -265,19 +262,18 @@ assert above[5]["MFLOP"] > 1.2 * below[5]["MFLOP"]
 assert above[4]["activations"] > 0.7 * above[0]["activations"]
 
 # %% [markdown]
-# In the first panel the lines lie on each other: for gradients and averages it makes no difference where you
+# In the first panel the lines lie on each other: for gradients and AdamW states it makes no difference where you
 # freeze. In the other three it does. A block frozen **from below** (blue) also saves its activations, its second
 # gather and its whole backward. A block frozen **from above** (orange) saves, of these, only the FLOPs of its own
-# weights' gradients and some activations, because the gradient still passes through it to the blocks below. So if
-# the early layers are good enough for your task, freeze from below.
+# weights' gradients and the inputs of its linear layers, which only those need. The gradient still passes through
+# it to the blocks below. So if the early layers are good enough for your task, freeze from below.
 #
 # Why does the first frozen block save no gather? While backward works on a block, FSDP2 already gathers the next
 # one below, to hide the communication, even where backward is about to stop. In the drawing that is block 3.
 #
 # **To check your own run**, count the gathers in backward as `one_step` does. With the default
-# `reshard_after_forward`, there should be one for each block down to the lowest trained one, and one more if a block
-# lies below that. Tied embeddings and transformers' activation checkpointing both send backward further down, without
-# a word: see [the table at the end](#When-it-goes-wrong).
+# `reshard_after_forward`, expect one for each block down to the lowest trained one, and one more if a block lies below.
+# Tied embeddings and transformers' checkpointing silently send backward further: see [the end](#When-it-goes-wrong).
 #
 # ## What adapters save, and what they gather
 #
@@ -285,14 +281,12 @@ assert above[4]["activations"] > 0.7 * above[0]["activations"]
 # `B(A(x))` to its output. *A* maps *x* down to *r* numbers and *B* maps them back up. Only *A* and *B*
 # are trained: here *r* is 4, on two layers of each block. *B* begins with zeros, so the model begins as it was.
 #
-# PEFT puts adapters into every block unless you name some. The lowest are then in block 0, so backward goes all the
-# way down. With `layers_to_transform=[4, 5]` it stops as early as with four frozen blocks.
+# PEFT puts adapters into every block unless you name some, so backward goes all the way down. With
+# `layers_to_transform=[4, 5]` it stops as early as with four frozen blocks.
 #
-# Are the gathers necessary at all? Frozen weights never change, so each rank could keep them complete:
-# `fully_shard` leaves the parameters in `ignored_params` as they are. The next cell
-# measures the four ways, and adapters with the base ignored. The last column repeats them with [lesson
-# 7](07_mixed_precision.ipynb)'s policy: parameters gathered in bfloat16, gradients reduced in float32. Look at the two
-# columns of bytes moved.
+# Are the gathers necessary? The *base*, the frozen pretrained weights, never changes, so each rank could keep a full
+# copy: `fully_shard` neither shards nor gathers what is in `ignored_params`. The next cell measures the four ways,
+# adapters with the base ignored, and each way's activations under transformers' activation checkpointing.
 
 # %%
 # %%ranks
@@ -303,23 +297,29 @@ def adapted(blocks=None):
 
 
 ways = {"all weights": llama, "last two blocks": lambda: frozen(4), "adapters": adapted,
-        "adapters, last two blocks": lambda: adapted([4, 5])}
-bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-found = {way: one_step(make()) for way, make in ways.items()}
+        "adapters, last two blocks": lambda: adapted([4, 5]), "adapters, base ignored": adapted}
+found = {}
 for way, make in ways.items():
-    found[way]["moved, bf16"] = one_step(make(), mp_policy=bf16)["moved"]
-model = adapted()
-base = {p for p in model.parameters() if not p.requires_grad}
-found["adapters, base ignored"] = one_step(model, ignored_params=base)
+    model = make()
+    base = {p for p in model.parameters() if not p.requires_grad}
+    found[way] = one_step(model, ignored_params=base if "ignored" in way else None)
+    model = make()                              # adapters first, then checkpointing
+    model.config.use_cache = False
+    model.activation_checkpointing_enable()
+    model.disable_input_require_grads()
+    found[way]["checkpointed"] = activations(model)
+early = llama()                                 # the wrong order: one of two hooks stays
+early.activation_checkpointing_enable()
+get_peft_model(early, LoraConfig(target_modules=["q_proj"]))
+early.disable_input_require_grads()
 
 # %%
 from fsdp_utils.lessons.tables import Table
 
 found = ranks.get("found")[0]
-kinds = {"weights": "weights", "kept": "gradients and averages", "activations": "activations", "moved": "moved",
-         "moved, bf16": "moved, bf16"}
-rows = [[way, *(round(f[kind]) if kind in f else "" for kind in kinds)] for way, f in found.items()]
-Table(["KiB on rank 0", *kinds.values()], rows)
+kinds = {"weights": "weights", "kept": "gradients, AdamW states", "activations": "activations",
+         "checkpointed": "the same, checkpointed", "moved": "gathered + reduced"}
+Table(["KiB on rank 0", *kinds.values()], [[way, *(round(f[kind]) for kind in kinds)] for way, f in found.items()])
 
 # %% tags=["check"] jupyter={"source_hidden": true}
 first, *_ = list(found.values())
@@ -328,30 +328,55 @@ for kind, (_, shares) in SHARES.items():
 masked, once = ranks.get("(one_step(llama(), ChildTuningAdamW), one_step(adapted(), reshard_after_forward=False))")[0]
 assert masked == {kind: first[kind] for kind in masked}
 assert (once["gathered again"], round(once["moved"])) == (0, 1619)
+assert [round(f["checkpointed"]) for f in found.values()] == [302, 301, 241, 241, 241]
+assert ranks.get("[len(m.get_input_embeddings()._forward_hooks) for m in (model, early)]")[0] == [0, 1]
 
 # %% [markdown]
-# In float32, freezing four blocks moves fewer bytes than adapters in all blocks. In bfloat16 it is the other way round:
-# gathers are halved, reductions are not, and adapters have hardly any. Adapters in the last two blocks move less
-# than either. So choose by what you lack:
+# Checkpointing keeps each block's input, whatever is trained (302 against 301 KiB). What freezing the lower blocks still
+# saves is FLOPs and gathers. Does it move fewer bytes than adapters in all blocks? Here is each number of frozen
+# blocks, in float32 and with [lesson 7](07_mixed_precision.ipynb)'s policy: gathers in bfloat16, reductions in float32.
+
+# %%
+# %%ranks
+bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+tries = [lambda n=n: frozen(n) for n in range(7)] + [adapted, lambda: adapted([4, 5])]
+moved = [[one_step(make(), **policy)["moved"] for make in tries] for policy in ({}, {"mp_policy": bf16})]
+
+# %%
+moved = ranks.get("moved")[0]
+assert [[frozen < row[7] for frozen in row[3:6]] for row in moved] == [[False, True, True], [False, False, True]]
+columns = [*(f"{n} frozen" for n in range(7)), "adapters", "in the last two"]
+Table(["KiB", *columns], [[dtype, *map(round, row)] for dtype, row in zip(("float32", "bfloat16"), moved)])
+
+# %% [markdown]
+# In both dtypes adapters in all blocks move less than three frozen blocks and more than five. Four move less than
+# adapters in float32, slightly more in bfloat16: gathers are halved, reductions are not, and adapters have hardly
+# any. Adapters in the last two blocks move less than either. Choose by what you lack:
 #
 # | what you lack | way | what you pay |
 # |:--|:--|:--|
-# | nothing: everything fits | train all weights | 16 bytes per parameter in float32 |
+# | nothing: everything fits | train all weights | 16 bytes per parameter in float32, shared by all ranks |
 # | memory for gradients and AdamW | adapters in all blocks | most activations stay; perhaps accuracy |
 # | compute, or memory for activations | freeze the lower blocks | perhaps accuracy |
-# | all of these, or fast links | adapters, in the upper blocks only | perhaps accuracy, not measured here |
-# | training samples | a mask (perhaps less overfitting) | one more setting to tune, no savings |
+# | gradient memory, activation memory and bandwidth | adapters, in the upper blocks only | perhaps accuracy, not measured here |
+# | training samples | a mask: its paper finds less overfitting, the measurement below no gain | one more setting, no savings |
 #
-# With the base ignored, each of the four ranks holds all weights, and only the adapters move: 24 KiB, three times. A
+# With the base ignored, only the adapters move: 24 KiB, gathered in forward and in backward, then reduced. A
 # middle way, `reshard_after_forward=False`, keeps the gathered blocks until backward: adapters then move 1,619 KiB
 # instead of 3,182, but after forward each rank holds the whole model.
 #
-# Now for a real size: on 8 ranks, Llama 3 8B in float32 takes 15 GiB on each rank for weights, gradients and
-# averages. With adapters, the weights remain: 3.7 GiB, or 1.9 if the base is in bfloat16. Every step then
-# gathers 28 GiB of bfloat16: about a second at 25 GB/s per rank, under a tenth of one at 400 GB/s. Ignored, that base
-# takes 15 GiB on each rank, and only adapters are gathered. **Shard the frozen weights, unless they fit whole and
-# the gathers take longer than the computation that could hide them.** If you ignore them, move them to the GPU and
-# cast them yourself: neither `fully_shard` nor a `MixedPrecisionPolicy` touches them.
+# Computed for a real size, Llama 3 8B on 8 ranks, without activations, gathers in bfloat16:
+#
+# | | GiB on each rank | GiB gathered in a step | at 25 GB/s per rank | at 400 GB/s |
+# |:--|--:|--:|--:|--:|
+# | all weights, float32, with gradients and AdamW | 15.0 | 28 | 1.05 s | 0.07 s |
+# | adapters, base in float32 | 3.7 | 28 | 1.05 s | 0.07 s |
+# | adapters, base in bfloat16 | 1.9 | 28 | 1.05 s | 0.07 s |
+# | adapters, bfloat16 base ignored | 15.0 | adapters only | | |
+#
+# **Shard the frozen weights, unless they fit whole and the gathers take longer than the computation that could hide
+# them.** If you ignore them, move them to the GPU and cast them yourself: neither `fully_shard` nor a
+# `MixedPrecisionPolicy` touches them.
 #
 # [Lesson 17](17_fine_tune_three_ways.ipynb) fine-tunes with PEFT, and saves the adapters alone.
 #
@@ -379,11 +404,11 @@ from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
 
 @turn(1, {
     "blocks that backward gathers": at_most(
-        4, lambda n: "Something is trained too far down: backward gathers every block down to the lowest trained "
-        "parameter and, ahead of time, the one below."
+        4, "Something is trained too far down: backward gathers every block down to the lowest trained parameter, "
+        "and then?"
     ),
     "frozen parameters": at_most(
-        206_000, "Too much is frozen: the topmost blocks can be trained without more gathers."
+        206_000, "Too much is frozen: train all of each block that backward gathers, save the one ahead."
     ),
 }, returns=False)
 def score_trains(trains):
@@ -418,27 +443,17 @@ def trains(name):                               # NumPy's bool; the last norm an
 def trains(name):                               # a match for a bool
     return re.match(r"model\.layers\.[345]|lm_head", name)
 
-# %% tags=["right"] turn=1
-below = {"embed_tokens", "0", "1", "2"}
-
-def trains(name):
-    return below.isdisjoint(name.split("."))
-
 # %% tags=["wrong"] turn=1 says="trained too far down"
 def trains(name):                               # the lowest instead of the highest
     return "layers.0." in name or "layers.1." in name
 
-# %% tags=["wrong"] turn=1 says="ahead of time, the one below"
+# %% tags=["wrong"] turn=1 says="trained parameter, and then?"
 def trains(name):                               # four blocks, four gathers?
     return any(f"layers.{n}." in name for n in (2, 3, 4, 5)) or "lm_head" in name
 
 # %% tags=["wrong"] turn=1 says="Too much is frozen"
 def trains(name):                               # the script's last two blocks
     return any(part in name for part in ("layers.4.", "layers.5.", "model.norm", "lm_head"))
-
-# %% tags=["wrong"] turn=1 says="trained too far down"
-def trains(name):                               # the norms of all blocks, too
-    return any(part in name for part in ("layers.4.", "layers.5.", "norm"))
 
 # %% tags=["wrong"] turn=1 says="Nothing is trained"
 def trains(name):
@@ -480,6 +495,7 @@ def trains(name):
 })
 def score_whole(whole):
     model = adapted([4, 5])
+    adapters = {p for p in model.parameters() if p.requires_grad}
     answer = whole(model)
     try:
         kept = set(answer)
@@ -487,7 +503,7 @@ def score_whole(whole):
         raise NotYet("Return the parameters in a list or a set.") from None
     if not kept <= set(model.parameters()):
         raise NotYet("Return parameters of the model, such as `list(module.parameters())`, not names or modules.")
-    trained = sum(p.requires_grad for p in kept)
+    trained = len(kept & adapters)
     found = {} if trained else one_step(model, ignored_params=kept)
     return {
         "adapters that no rank reduces": trained,
@@ -516,11 +532,6 @@ def whole(model):                               # the matrices alone; a generato
     for name, p in model.named_parameters():
         if ("layers.4." in name or "layers.5." in name) and p.numel() > 1000 and not p.requires_grad:
             yield p
-
-# %% tags=["right"] turn=2
-def whole(model):                               # a dict's values
-    blocks = nn.ModuleList(model.model.layers[-2:])
-    return {n: p for n, p in blocks.named_parameters() if "lora_" not in n}.values()
 
 # %% tags=["wrong"] turn=2 says="leave out what has `requires_grad`"
 def whole(model):                               # the adapters, too
@@ -554,19 +565,18 @@ def whole(model):
 # ## Masks: what still moves
 #
 # [Child tuning](https://arxiv.org/abs/2109.05687) multiplies each gradient by a mask of zeros and ones before AdamW
-# sees it. It was proposed against overfitting on small data sets. `ChildTuningAdamW` replaces AdamW and has both of the paper's modes:
+# sees it. It was proposed against overfitting. `ChildTuningAdamW` has both of the paper's modes:
 #
 # - **F** ("task-free") draws a new mask at each step. An element of a gradient is kept with probability *p*, and
 #   divided by *p*, so that its mean stays the same.
-# - **D** ("task-driven") chooses one mask before training: `fisher_mask` adds up each weight's squared gradients on
-#   the task (its **Fisher information**), and keeps the fraction *p* of all weights with the largest sums.
+# - **D** ("task-driven") chooses one mask before training: `fisher_mask` adds up each weight's squared gradients of single
+#   samples (an estimate of its **Fisher information**), and keeps the fraction *p* of all weights with the largest sums.
 #
 # The mask comes after backward, when all gradients have been computed, reduced and stored. So with
-# `ChildTuningAdamW` the script would print its first line again, and the mask takes a little memory of its own.
+# `ChildTuningAdamW` the script would print its first line again.
 #
-# But does a masked weight at least stay where it is? The cell takes two steps with 1,000 weights whose gradients
-# are all 1, keeps 30% of them, and counts how many weights the second step moves. If masked weights stayed, that
-# would be about 300.
+# Does a masked weight at least stay where it is? Of 1,000 weights whose gradients are all 1, the cell keeps 30% and
+# counts how many the second of two steps moves. If masked weights stayed, that would be about 300.
 
 # %%
 # %%ranks 0
@@ -598,17 +608,15 @@ Table(["masked by", "of 1,000 weights, moved by step 2"], list(moved.items()))
 
 # %% [markdown]
 # Three rows exceed 300, for two reasons. In mode F, a weight that was kept in step 1 and is masked in step 2 goes on
-# moving by its momentum: 30% + 70% · 30%, about half. And weight decay is no part of the gradient, so no mask on
-# gradients stops it. torch's AdamW decays by default, `ChildTuningAdamW` does not. If masked weights must stay as
-# they are, use mode D without weight decay.
+# moving by its momentum: 30% + 70% · 30%, about half. And no mask on gradients stops weight decay, which torch's AdamW
+# has by default, `ChildTuningAdamW` not. If masked weights must stay as they are, use mode D without weight decay.
 #
 # ## What does each way cost in accuracy?
 #
-# A small unsharded model learns scikit-learn's digits 0 to 4, real images of 8 by
-# 8 pixels. Then it gets a new head and is fine-tuned for 100 steps on **40 images** of the digits 5 to 9, in five
-# ways: all weights, both masks with *p* = 0.3, the last two of its three layers, and adapters with *r* = 4 beside the
-# new head. Each way gets four learning rates, because their optima differ, and eight seeds for each rate.
-# `fine_tuned` returns the percentage of about 500 unseen images that are recognised; the training loop `learn` is folded.
+# A small unsharded model learns scikit-learn's digits 0 to 4, images of 8 by 8 pixels. Then it gets a new head and is
+# fine-tuned for 100 steps on **40 images** of the digits 5 to 9: all weights, both masks with *p* = 0.3, the last two
+# of three layers, and adapters with *r* = 4 beside the new head, each at five learning rates with eight seeds.
+# `fine_tuned` returns the percentage of about 500 unseen images that are recognised.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -667,7 +675,7 @@ def fine_tuned(way, seed, lr):
 
 # %% tags=["task"]
 # %%ranks
-RATES, SEEDS = (3e-3, 1e-2, 2e-2, 1e-1), 8
+RATES, SEEDS = (3e-3, 1e-2, 2e-2, 3e-2, 1e-1), 8
 WAYS = ("all weights", "mode F", "mode D", "last two layers", "adapters")
 mine = {(w, lr, s): fine_tuned(w, s, lr) for w in WAYS for lr in RATES for s in range(rank, SEEDS, world)}
 
@@ -683,15 +691,14 @@ rows = [["all weights", f"{max(mean['all weights']):.1f}%", ""]]
 for way in WAYS[1:]:                            # seed by seed, each way at its best rate; 2.365: Student's t
     points = [right[way, best[way], s] - right[WAYS[0], best[WAYS[0]], s] for s in range(SEEDS)]
     gain, half = statistics.mean(points), 2.365 * statistics.stdev(points) / SEEDS**0.5
-    assert abs(gain) < half if way == "mode F" else gain + half < 0
+    assert {"mode F": abs(gain) < half, "mode D": gain < 0}.get(way, gain + half < 0)
     rows.append([way, f"{max(mean[way]):.1f}%", f"{gain:+.1f} ± {half:.1f}"])
 
 fig, (axes,) = plots.figure(width=7.5, height=3.0)
-looks = [{"color": plots.FAINT, "linewidth": 7}]
-looks += [{"color": color, "marker": marker} for color, marker in zip(plots.RANK_COLORS, "os^D")]
-for way, look in zip(WAYS, looks):
+looks = [{"color": c, "marker": m} for c, m in zip(plots.RANK_COLORS, "os^D")]
+for way, look in zip(WAYS, [{"color": plots.FAINT, "linewidth": 7}, *looks]):
     axes.plot(RATES, mean[way], label=way, **look)
-axes.set(xscale="log", xlabel="learning rate", ylabel="% of unseen images right", ylim=(60, 92))
+axes.set(xscale="log", xlabel="learning rate", ylabel="% of unseen images right", ylim=(20, 92))
 axes.set_xticks(RATES, [f"{lr:g}" for lr in RATES])
 axes.minorticks_off()
 axes.legend(loc="lower left")
@@ -702,35 +709,31 @@ Table(["at its best rate", "right", "points against all weights, 95%"], rows)
 
 # %% [markdown]
 # First look at the **tops** of the curves, which the table compares seed by seed (± is a 95% interval). Mode F is level
-# with all weights. Mode D, the frozen first layer and the adapters are behind by more than the spread of the seeds
-# explains. So here every way that holds weights fixed has a price.
+# with all weights. Mode D is behind by about the spread of the seeds, the frozen first layer and the adapters by more.
 #
-# Then look at the **right end**. At a rate far too large, both masks are far ahead of all weights: in mode D fewer
-# weights move, and mode F takes shorter steps, because AdamW divides by the root of the mean square, which dividing
-# by *p* has made larger. At the left end they are behind. So each way needs its own rate. (The best was chosen by
-# the same test images, which flatters all five.)
+# At the **right end**, a rate far too large, adapters fall to 26% (guessing gives 20%). The other three are ahead
+# of all weights, the masks most: in mode D fewer weights move, and mode F takes shorter steps, because AdamW divides by
+# the root of the mean square, which dividing by *p* has made larger. So each way needs its own rate.
 #
-# This is one small task with one small model and 100 steps, so don't carry its points over to a language model.
-# There, the LoRA paper reports adapters on a par with full fine-tuning or better; [a later
-# study](https://arxiv.org/abs/2405.09673) finds them clearly behind on code and mathematics at the usual small *r*.
-# Child tuning's paper (table 1) averages four tasks of GLUE: over its four pretrained models, mode D is 0.5 to 8.6
-# points ahead of all weights, mode F between 0.1 behind and 6.3 ahead.
+# Don't carry these points over to a language model. There, the LoRA paper reports adapters on a par with full
+# fine-tuning; [a later study](https://arxiv.org/abs/2405.09673) finds them behind on code and mathematics at small
+# *r*. Child tuning's abstract reports gains of 1.5 to 8.6 points on average over four pretrained models.
 #
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
 # | the lower blocks are frozen, but backward gathers all of them | tied embeddings: the head that you train *is* the embedding at the bottom | freeze the head, too |
-# | the same, with transformers' activation checkpointing (5.23) | it makes the embedding's output require gradients (`enable_input_require_grads`) | `model.disable_input_require_grads()` afterwards, if `use_reentrant` is False |
-# | `has both parameters with requires_grad=True and False` (or `Must flatten tensors with uniform …`) | FSDP1, and a unit with frozen and trained parameters | FSDP2, or `use_orig_params=True`. FSDP1 then still reduces the gradient of the whole unit: give frozen modules units of their own |
+# | the same, with transformers' activation checkpointing (5.23) | it makes the embedding's output require gradients (`enable_input_require_grads`) | in this order: adapters, `activation_checkpointing_enable()`, `disable_input_require_grads()`, with `use_reentrant=False`. If checkpointing comes before PEFT, one of two hooks stays |
+# | `has both parameters with requires_grad=True and False` (or ``Must flatten tensors with uniform `requires_grad` ``) | FSDP1, and a unit with frozen and trained parameters | FSDP2, or `use_orig_params=True`. FSDP1 then still reduces the gradient of the whole unit: give frozen modules units of their own |
 # | `FSDP expects uniform original parameter dtype` | *trained* parameters of two dtypes in one unit, such as float32 adapters beside a trained bfloat16 norm | cast them, or make the adapters units |
 # | `attempting to assign a gradient with dtype 'c10::BFloat16' to a tensor with grad_dtype 'Float'` | a unit that was wholly frozen in its first forward and is unfrozen later, under a `MixedPrecisionPolicy` (without one, you may unfreeze) | shard a fresh model with the new choice, and load the weights |
-# | memory did not fall with LoRA | the base is not frozen, only left out of the optimizer: its gradients are computed, reduced and kept | `requires_grad_(False)`, and look at `p.grad` of a base weight |
-# | `mode "task" finds its masks by name` | `ChildTuningAdamW` got `model.parameters()` | pass `model.named_parameters()` |
+# | memory did not fall with LoRA | a base weight has a `p.grad`: it is only left out of the optimizer. If it has none: activations, most of which LoRA keeps | `requires_grad_(False)`; against activations, checkpointing or adapters in the upper blocks only |
+# | `mode "task" finds its masks by name` | `ChildTuningAdamW` got `model.parameters()`, or a mask names a parameter that it lacks | pass `model.named_parameters()` |
 #
 # ## The rule
 #
-# Train adapters, or freeze from below; train nothing in the lower blocks if accuracy allows, and shard the frozen weights.
+# Train adapters, in the upper blocks only if accuracy allows, or freeze from below, and shard the frozen weights.
 # Do not mask to save anything. Compare the accuracy of every way with that of all weights, each at its best rate.
 #
 # [← lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb) · [lesson 10 →](10_end_to_end.ipynb)
