@@ -61,11 +61,11 @@ def spied(owner: Any, attribute: str, seen: Callable[..., None]) -> Iterator[Non
 # ---- no other file names one
 
 EXEMPT = ("torch.utils._pytree", "torch.utils._python_dispatch")
-# Not torch's: of Python, of transformers, of Lightning, and (operators under torch.ops) of saved programs.
+# Not torch's: of Python, transformers, Accelerate, Lightning, and (operators under torch.ops) of saved programs.
 OTHERS = {
     *["_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_replace"],
     *["_combined_loader", "_data_fetcher", "_load_from_checkpoint", "_load_optimizer_and_scheduler"],
-    *["_load_rng_state", "_load_scaler", "_save_checkpoint"],
+    *["_load_rng_state", "_load_scaler", "_reset_state", "_save_checkpoint"],
     *["_attn_implementation", "_from_config", "_grouped_mm", "_init_weights", "_model_mapping"],
     "_no_split_modules",
     "_scaled_dot_product_flash_attention_for_cpu",

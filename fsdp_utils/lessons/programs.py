@@ -1,16 +1,12 @@
-"""Compare training programs: small models, a Trainer that shards on CPU ranks, and sizes of checkpoints."""
+"""Compare training programs: small models, and a Trainer that shards on CPU ranks."""
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import (
     BertConfig,
@@ -53,16 +49,6 @@ def save_base(folder: str, *, steps: int = 100) -> None:
         optimizer.step()
         optimizer.zero_grad()
     base.save_pretrained(folder)
-
-
-def tensor_kib(folder: str) -> int:
-    """Return the KiB of the tensors in a checkpoint: of DCP's files by their metadata, and of safetensors."""
-    sizes = [t.nbytes for path in Path(folder).rglob("*.safetensors") for t in load_file(path).values()]
-    for path in Path(folder).rglob(".metadata"):
-        entries = FileSystemReader(path.parent).read_metadata().state_dict_metadata.values()
-        tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
-        sizes += [tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in tensors]
-    return round(sum(sizes) / 2**10)
 
 
 class TrainerOnCpus(Trainer):

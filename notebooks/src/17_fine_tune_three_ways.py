@@ -153,14 +153,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from peft import PeftModel, get_peft_model_state_dict
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import TrainingArguments
 
 from fsdp_utils import shard
 from fsdp_utils.lessons.probe import Probe
-from fsdp_utils.lessons.programs import TrainerOnCpus, run_trainer, save_base, small, tensor_kib
+from fsdp_utils.lessons.programs import TrainerOnCpus, run_trainer, save_base, small
 from fsdp_utils.train import DataConfig, OptimConfig, ParallelConfig, TrainConfig, rows_at, train as train_program
 
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -446,6 +447,15 @@ if rank == 0:
 
 # %% jupyter={"source_hidden": true} tags=["check"]
 # %%ranks
+def tensor_kib(folder):
+    """KiB of the tensors in a checkpoint: those of safetensors, and of DCP's files by their metadata."""
+    sizes = [t.nbytes for path in Path(folder).rglob("*.safetensors") for t in load_file(path).values()]
+    for path in Path(folder).rglob(".metadata"):
+        entries = FileSystemReader(path.parent).read_metadata().state_dict_metadata.values()
+        sizes += [e.size.numel() * e.properties.dtype.itemsize for e in entries if hasattr(e, "size")]
+    return round(sum(sizes) / 2**10)
+
+
 dist.barrier()
 read = get_peft_model_state_dict(PeftModel.from_pretrained(finetune.full(), "adapter"))
 assert len(adapter) == 12 and all(torch.equal(read[name], part) for name, part in adapter.items())  # noqa: PT018
