@@ -33,8 +33,9 @@ def small(name: str) -> PreTrainedModel:
     if name == "BERT":
         sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 64}
         return BertForTokenClassification(BertConfig(vocab_size=64, num_attention_heads=4, **sizes))
-    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 192, "num_layers": 3, "num_heads": 4, "dropout_rate": 0.0}
-    return T5ForConditionalGeneration(T5Config(vocab_size=64, decoder_start_token_id=0, **sizes))
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 192, "num_layers": 3, "num_heads": 4}
+    sizes |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(vocab_size=64, **sizes))
 
 
 def save_base(folder: str, *, steps: int = 100) -> None:
