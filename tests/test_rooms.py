@@ -33,7 +33,7 @@ MOST_LINES = {
     "answers": 181,
     "doctor": 1204,  # 400
     "allocator": 653,
-    "lessons": 1554,  # 1,300
+    "lessons": 1555,  # 1,300
     "memory": 766,
     "notebook": 1519,
     "precision": 302,
@@ -48,7 +48,7 @@ MOST_LINES = {
     "pretrained": 489,  # 495
     "sharding": 1060,  # 770
     "train": 1087,
-    "all together": 17_915,  # 15,000
+    "all together": 17_916,  # 15,000
 }
 # Modules inside rooms that lessons and users import by name too.
 BY_NAME = (
