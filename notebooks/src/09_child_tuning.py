@@ -65,7 +65,7 @@ lesson.card(
 #
 # Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. For each of the four
 # ways it prints the KiB of gradients and AdamW states that rank 0 keeps, and the KiB of complete tensors that one step
-# gathers and reduces, all rounded. (With PEFT, transformers 5.23 adds a harmless `FutureWarning`.)
+# gathers and reduces. (With PEFT, transformers 5.23 adds a harmless `FutureWarning`.)
 #
 # ```python
 # import torch
@@ -138,7 +138,6 @@ lesson.card(
 #
 # The rest depends on *where* you freeze. The gradient passes through every block between the loss and the lowest
 # trained parameter, so backward needs these blocks' weights, trained or not. Below that parameter it stops.
-#
 # The next cells freeze one block after the other, once from below (first the embedding) and once from above (first the
 # head and the final norm). `one_step` takes the script's step and measures activations and FLOPs, too.
 
@@ -266,10 +265,10 @@ assert above[4]["activations"] > 0.7 * above[0]["activations"]
 # freeze. In the other three it does. A block frozen **from below** (blue) also saves its activations, its second
 # gather and its whole backward. A block frozen **from above** (orange) saves, of these, only the FLOPs of its own
 # weights' gradients and the inputs of its linear layers, which only those need. The gradient still passes through
-# it to the blocks below. So if the early layers are good enough for your task, freeze from below.
+# it to the blocks below. If accuracy allows, freeze from below.
 #
 # Why does the first frozen block save no gather? While backward works on a block, FSDP2 already gathers the next
-# one below, to hide the communication, even where backward is about to stop. In the drawing that is block 3.
+# one below, to hide the communication, even where backward is about to stop.
 #
 # **To check your own run**, count the gathers in backward as `one_step` does. With the default
 # `reshard_after_forward`, expect one for each block down to the lowest trained one, and one more if a block lies below.
@@ -280,7 +279,6 @@ assert above[4]["activations"] > 0.7 * above[0]["activations"]
 # [LoRA](https://arxiv.org/abs/2106.09685), the most common adapter, freezes a linear layer *W* and adds a multiple of
 # `B(A(x))` to its output. *A* maps *x* down to *r* numbers and *B* maps them back up. Only *A* and *B*
 # are trained: here *r* is 4, on two layers of each block. *B* begins with zeros, so the model begins as it was.
-#
 # PEFT puts adapters into every block unless you name some, so backward goes all the way down. With
 # `layers_to_transform=[4, 5]` it stops as early as with four frozen blocks.
 #
@@ -351,13 +349,13 @@ Table(["KiB", *columns], [[dtype, *map(round, row)] for dtype, row in zip(("floa
 # %% [markdown]
 # In both dtypes adapters in all blocks move less than three frozen blocks and more than five. Four move less than
 # adapters in float32, slightly more in bfloat16: gathers are halved, reductions are not, and adapters have hardly
-# any. Adapters in the last two blocks move less than either. Choose by what you lack:
+# any. Adapters in the last two blocks move less than four frozen ones. Choose by what you lack:
 #
 # | what you lack | way | what you pay |
 # |:--|:--|:--|
 # | nothing: everything fits | train all weights | 16 bytes per parameter in float32, shared by all ranks |
 # | memory for gradients and AdamW | adapters in all blocks | most activations stay; perhaps accuracy |
-# | compute, or memory for activations | freeze the lower blocks | perhaps accuracy |
+# | compute, or (without checkpointing) activation memory | freeze the lower blocks | perhaps accuracy |
 # | gradient memory, activation memory and bandwidth | adapters, in the upper blocks only | perhaps accuracy, not measured here |
 # | training samples | a mask: its paper finds less overfitting, the measurement below no gain | one more setting, no savings |
 #
@@ -370,15 +368,12 @@ Table(["KiB", *columns], [[dtype, *map(round, row)] for dtype, row in zip(("floa
 # | | GiB on each rank | GiB gathered in a step | at 25 GB/s per rank | at 400 GB/s |
 # |:--|--:|--:|--:|--:|
 # | all weights, float32, with gradients and AdamW | 15.0 | 28 | 1.05 s | 0.07 s |
-# | adapters, base in float32 | 3.7 | 28 | 1.05 s | 0.07 s |
-# | adapters, base in bfloat16 | 1.9 | 28 | 1.05 s | 0.07 s |
+# | adapters, base in float32 (bfloat16) | 3.7 (1.9) | 28 | 1.05 s | 0.07 s |
 # | adapters, bfloat16 base ignored | 15.0 | adapters only | | |
 #
 # **Shard the frozen weights, unless they fit whole and the gathers take longer than the computation that could hide
 # them.** If you ignore them, move them to the GPU and cast them yourself: neither `fully_shard` nor a
-# `MixedPrecisionPolicy` touches them.
-#
-# [Lesson 17](17_fine_tune_three_ways.ipynb) fine-tunes with PEFT, and saves the adapters alone.
+# `MixedPrecisionPolicy` touches them. [Lesson 17](17_fine_tune_three_ways.ipynb) fine-tunes with PEFT, and saves the adapters alone.
 #
 # ## Your turn 1 · Freeze for a slow link
 #
@@ -404,8 +399,7 @@ from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
 
 @turn(1, {
     "blocks that backward gathers": at_most(
-        4, "Something is trained too far down: backward gathers every block down to the lowest trained parameter, "
-        "and then?"
+        4, "Something is trained too far down. Which block does backward gather beside those it needs?"
     ),
     "frozen parameters": at_most(
         206_000, "Too much is frozen: train all of each block that backward gathers, save the one ahead."
@@ -433,21 +427,23 @@ def trains(name):
     return any(part in name for part in ("layers.3.", "layers.4.", "layers.5.", "model.norm", "lm_head"))
 
 # %% tags=["right"] turn=1
-import numpy as np
-
-def trains(name):                               # NumPy's bool; the last norm and the head stay frozen
-    numbers = np.array([int(word) for word in name.split(".") if word.isdigit()])
+def trains(name):                               # a tensor for a bool; the last norm and the head stay frozen
+    numbers = torch.tensor([int(word) for word in name.split(".") if word.isdigit()])
     return (numbers >= 3).any()
 
 # %% tags=["right"] turn=1
 def trains(name):                               # a match for a bool
     return re.match(r"model\.layers\.[345]|lm_head", name)
 
+# %% tags=["right"] turn=1
+def trains(name):                               # in the alphabet's order
+    return name > "model.layers.3" or name == "lm_head.weight"
+
 # %% tags=["wrong"] turn=1 says="trained too far down"
 def trains(name):                               # the lowest instead of the highest
     return "layers.0." in name or "layers.1." in name
 
-# %% tags=["wrong"] turn=1 says="trained parameter, and then?"
+# %% tags=["wrong"] turn=1 says="beside those it needs"
 def trains(name):                               # four blocks, four gathers?
     return any(f"layers.{n}." in name for n in (2, 3, 4, 5)) or "lm_head" in name
 
@@ -532,6 +528,10 @@ def whole(model):                               # the matrices alone; a generato
     for name, p in model.named_parameters():
         if ("layers.4." in name or "layers.5." in name) and p.numel() > 1000 and not p.requires_grad:
             yield p
+
+# %% tags=["right"] turn=2
+def whole(model):                               # an iterator
+    return filter(lambda p: not p.requires_grad, model.model.layers[4:].parameters())
 
 # %% tags=["wrong"] turn=2 says="leave out what has `requires_grad`"
 def whole(model):                               # the adapters, too
@@ -708,13 +708,10 @@ plots.show(fig, alt="Accuracy by learning rate of five ways: all weights and mod
 Table(["at its best rate", "right", "points against all weights, 95%"], rows)
 
 # %% [markdown]
-# First look at the **tops** of the curves, which the table compares seed by seed (± is a 95% interval). Mode F is level
-# with all weights. Mode D is behind by about the spread of the seeds, the frozen first layer and the adapters by more.
-#
+# Look at the **tops**, which the table compares seed by seed (± is a 95% interval). Mode F is level with all weights. Mode D is behind by about the spread of the seeds, the frozen first layer and the adapters by more.
 # At the **right end**, a rate far too large, adapters fall to 26% (guessing gives 20%). The other three are ahead
 # of all weights, the masks most: in mode D fewer weights move, and mode F takes shorter steps, because AdamW divides by
 # the root of the mean square, which dividing by *p* has made larger. So each way needs its own rate.
-#
 # Don't carry these points over to a language model. There, the LoRA paper reports adapters on a par with full
 # fine-tuning; [a later study](https://arxiv.org/abs/2405.09673) finds them behind on code and mathematics at small
 # *r*. Child tuning's abstract reports gains of 1.5 to 8.6 points on average over four pretrained models.
@@ -734,6 +731,6 @@ Table(["at its best rate", "right", "points against all weights, 95%"], rows)
 # ## The rule
 #
 # Train adapters, in the upper blocks only if accuracy allows, or freeze from below, and shard the frozen weights.
-# Do not mask to save anything. Compare the accuracy of every way with that of all weights, each at its best rate.
+# Do not mask to save anything. Compare accuracies at each way's best rate.
 #
 # [← lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb) · [lesson 10 →](10_end_to_end.ipynb)
