@@ -61,7 +61,7 @@ def spied(owner: Any, attribute: str, seen: Callable[..., None]) -> Iterator[Non
 # ---- no other file names one
 
 EXEMPT = ("torch.utils._pytree", "torch.utils._python_dispatch")
-# Not torch's: of Python, transformers, Accelerate, Lightning, and (torch.ops) operators of saved programs.
+# Not torch's: Python's, transformers', Accelerate's, Lightning's, and (torch.ops) those of saved programs.
 OTHERS = {
     *["_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_replace"],
     *["_combined_loader", "_data_fetcher", "_load_from_checkpoint", "_load_optimizer_and_scheduler"],
