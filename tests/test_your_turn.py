@@ -28,6 +28,9 @@ NOT_RIGHT = {  # the cell of a reader -> words of the verdict
     "def plus(x):\n    return x": "does not define `add`",
     "def add(x:": "raised SyntaxError",
     "def add(x):\n    dist.all_reduce(x)": "`add` returned None: is a `return` missing?",
+    "def add(x):\n    dist.all_reduce(x)\n    if rank == 0:\n        return x": (
+        "Rank 1: `add` returned None: is a `return` missing?"
+    ),
     "def add(x):\n    return x": "Too few ranks add.",
     "def add(x):\n    dist.all_reduce(x)\n    return 2 * x": "Too much.",
     "def add(x):\n    return 'two'": "Expected for “the sum”: 2, found a str.",

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls
 from fsdp_utils.distributed.agreement import rank_names
+from fsdp_utils.lessons.your_turn import NotYet
 
 _PAIRED = {"send", "recv"}  # between two ranks, so not every rank has one
 _SAME_IN, _SAME_OUT = {"all_reduce", "reduce", "broadcast", "reduce_scatter"}, {"all_gather"}
@@ -53,7 +54,10 @@ def run_together(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
             raise
         if parted:
             return None, parted
-        exchange(_ERROR, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        said = (str(error).splitlines() or [""])[0]
+        exchange(
+            _ERROR, f": {said}" if isinstance(error, NotYet) else f" raised {type(error).__name__}: {said}."
+        )
         raise
     if not parted:
         exchange(_END)
@@ -90,7 +94,7 @@ def _how_they_part(everyone: list[tuple[str, str]]) -> str:
     calls: dict[str, list[int]] = {}
     for rank, (state, text) in enumerate(everyone):
         if state == _ERROR:
-            return f"Rank {rank} raised {text}."
+            return f"Rank {rank}{text}"
         if state == _CALL:
             calls.setdefault(text, []).append(rank)
     called = "; ".join(f"{text} on {rank_names(ranks)}" for text, ranks in calls.items())
