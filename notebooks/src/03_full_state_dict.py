@@ -11,10 +11,10 @@
 # With AdamW in float32 these are 12 bytes per parameter, 84 GB at 7 billion, and the other ranks wait while
 # rank 0 writes them. (The title is FSDP1's name for this kind of file. The code is FSDP2's, `fully_shard`.)
 #
-# The drawing shows a save of four tensors by four ranks; a colour is the piece of one rank. Read it from
-# left to right. In training, each rank has its own piece of every tensor. In a save, all ranks gather one
-# tensor after another: each has tensor 2 in full for a moment, but only rank 0 keeps a copy. At the end
-# rank 0 has everything, and the others have what they had before.
+# The drawing shows a save of four tensors by four ranks; a colour is the piece of one rank. In training,
+# each rank has its own piece of every tensor. In a save, all ranks gather one tensor after another: each
+# has tensor 2 in full for a moment, but only rank 0 keeps a copy. At the end rank 0 has everything, and the
+# others have what they had before.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -120,12 +120,13 @@ lesson.card(
 #
 # The losses are rank 0's, each computed before that step's update. "Both loaded" prints what "never
 # stopped" prints, so nothing was lost. "Model alone" begins with the right loss, 0.90, because a loss
-# before the first update depends on the weights alone. Then it departs, without an error: after four
-# updates it is at 1.10 and not at 0.61. The reason is in AdamW, which divides an average of past gradients
-# by the root of an average of their squares. In a new AdamW both averages are empty, and after one step
-# they hold one gradient alone. Their ratio, corrected for the empty start, is then about 1 or -1, so every
-# weight moves by the whole learning rate, whether its gradient is large or small. A check that compares
-# only the first loss after loading would pass here: **compare the losses of several steps.**
+# before the first update depends on the weights alone. Then it drifts away without an error: the next loss
+# happens to be lower, and after four updates it is at 1.10 and not at 0.61. The reason is in AdamW, which
+# divides an average of past gradients by the root of an average of their squares. In a new AdamW both
+# averages are empty, and after one step they hold one gradient alone. Their ratio, corrected for the empty
+# start, is then about 1 or -1, so every weight moves by the whole learning rate, whether its gradient is
+# large or small. A check that compares only the first loss after loading would pass here: **compare the
+# losses of several steps.**
 #
 # The optimizer's part also holds its settings, so the saved learning rate replaces yours. Step number,
 # scheduler and the place in your data are not in the file; [lesson 10](10_end_to_end.ipynb) lists all that
@@ -149,10 +150,10 @@ from fsdp_utils.notebook import ranks
 ranks.start(device="cpu")
 
 # %% [markdown]
-# A cell with `%%ranks` runs on all four ranks. The folded cell defines what the lesson needs: `plain(seed)`
-# is a model of three blocks and a last layer, and `shard(model)` wraps it and makes its AdamW. `train`,
-# `save` and `load` are the script's functions, with the path as an argument, and `train` returns the mean
-# loss of all ranks.
+# A cell with `%%ranks` runs on all four ranks. The folded cell below defines what the lesson needs:
+# `plain(seed)` is a model of three blocks and a last layer, and `shard(model)` wraps it and makes its
+# AdamW. `train`, `save` and `load` are the script's functions, with the path as an argument, and `train`
+# returns the mean loss of all ranks.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -250,8 +251,8 @@ print(f"{len(bias.to_local())} of {len(full)} are mine; distributed: {piece.to_l
 
 # %% [markdown]
 # Ten divided by four is rounded up to three, so ranks 0, 1 and 2 hold three numbers each and rank 3 has the
-# one that is left. The values that the other ranks passed were never read: they gave the shape and the
-# dtype.
+# one that is left. The `torch.empty(10)` of the other ranks was not read; it only says which shape and
+# dtype to receive.
 #
 # ## Who holds how much
 #
@@ -284,8 +285,8 @@ print(" | ".join(f"{kind} {size:.2f}" for kind, size in held.items()))
 # %% [markdown]
 # Without options nothing is gathered: each rank has a quarter of three sizes, 0.75. With
 # `full_state_dict=True` alone, *every* rank gets all three, and on GPUs each GPU has to hold them, which
-# sharding was to avoid. `cpu_offload=True` changes two things, although its name says one: each gathered
-# tensor moves to the CPU, and only rank 0 gets the result. The others get `{}`.
+# sharding was to avoid. Added to it, `cpu_offload=True` does two things, although its name says one: each
+# gathered tensor moves to the CPU, and only rank 0 gets the result. The others get `{}`.
 #
 # The figure shows all tensors alive on a rank during the call, its shards included. Compare the last panel
 # with the other two.
@@ -460,9 +461,9 @@ if rank == 0:                                           # no collective here: an
 # after another; each rank copies its piece into its shard and drops the rest. So only rank 0's machine
 # needs the file, and a GPU needs room for about one full tensor beside its shards. `load_state_dict` of the
 # plain model is strict and did not complain, so the file has exactly the 14 names (weight and bias of seven
-# linear layers) of an unsharded model. Nothing in it depends on the number of ranks, so save on 64 and load
-# on 8 if you like. With `mmap=True`, `torch.load` reads a tensor from the disk when it is used, and not all
-# at the beginning.
+# linear layers) of an unsharded model. Nothing in it depends on the number of ranks, so you can save on 64
+# ranks and load on 8. With `mmap=True`, `torch.load` reads a tensor from the disk when it is used, and not
+# all at the beginning.
 #
 # For a transformers model that you wrapped yourself, call `get_model_state_dict(model, options=to_rank_0)`
 # on all ranks, and on rank 0 `model.save_pretrained(folder, state_dict=weights)`. `from_pretrained` reads
@@ -470,9 +471,10 @@ if rank == 0:                                           # no collective here: an
 #
 # ## All ranks call, or one waits
 #
-# The first of the five mistakes begins with a true thought: rank 0 writes the file, so everything goes
-# under `if rank == 0`. The cell does that, and is meant to fail. A collective waits for at most 1 second in
-# it; the defaults are 30 minutes with gloo and 10 with NCCL. Look at the first line and at "Meanwhile".
+# The first of the five mistakes starts from a correct observation: rank 0 writes the file. So everything
+# goes under `if rank == 0`. The cell does that, and is meant to fail. A collective waits for at most 1
+# second in it; the defaults are 30 minutes with gloo and 10 with NCCL. Look at the first line and at
+# "Meanwhile".
 
 # %% tags=["raises-exception", "hang"]
 # %%ranks --timeout 1
@@ -487,8 +489,7 @@ if rank == 0:
 # Here are all five, as functions. In the first three, some ranks make a collective call that others do not.
 # The last two call the same on all ranks, and raise nothing. `outcome(mistake)` (folded) compares the
 # ranks' calls before they begin and says who would wait for whom. If nobody would, it trains steps 9 to 13
-# and returns the mean losses, to compare with the row `right`. Before you look at the table: which of the
-# two silent mistakes has the right first loss?
+# and returns the mean losses, to compare with the row `right`.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -571,9 +572,9 @@ assert first["forgets_the_optimizer"] == first["right"] != first["loads_before_s
 Table(["", "function", "what happens"], [[n or "", name, said] for n, (name, said) in enumerate(found.items())])
 
 # %% [markdown]
-# (The model is larger than the script's, so its losses are others.) In the rows that hang, 65,536 bytes are
-# the first weight of a block in full (64 · 256 numbers of 4 bytes), the first thing to gather. The 8 bytes
-# of mistake 3 announce the length of the list of names that rank 0 sends first.
+# (The model is larger than the script's, so its losses differ.) In the rows that hang, 65,536 bytes are the
+# first weight of a block in full (64 · 256 numbers of 4 bytes), the first thing to gather. The 8 bytes of
+# mistake 3 announce the length of the list of names that rank 0 sends first.
 #
 # 1. Everything stands under `if rank == 0`. All ranks have to call `save`; only `torch.save` is rank 0's.
 # 2. All ranks run the same line, but each judges by its own loss. A condition around a collective must have
