@@ -503,7 +503,7 @@ def right():
 
 
 def validate(model):
-    """Return this rank's own loss, and the mean of all ranks, which some are below."""
+    """Return this rank's own loss, and the mean of all ranks."""
     mine = my_loss(model, rank).detach()
     dist.all_reduce(mean := mine / world)
     return mine, mean
@@ -528,7 +528,7 @@ def only_rank_0_saves():                                # 1
 
 def each_rank_decides():                                # 2: "save if the loss is the best so far"
     model, optimizer = right()
-    loss, best = validate(model)                        # this rank's own loss
+    loss, best = validate(model)                        # this rank's loss; as best, the mean of all ranks
     if loss < best:
         save(path.with_name("best.pt"), model, optimizer)
     return model, optimizer
