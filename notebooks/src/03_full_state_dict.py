@@ -1,17 +1,27 @@
 # %% [markdown]
 # # 3 · FULL_STATE_DICT
 #
-# Each rank holds a part of the model: how do I get one file out of the shards, and back? **All ranks call
-# `get_state_dict` with `full_state_dict=True, cpu_offload=True`, and rank 0 writes what it gets. Back: rank 0
-# reads the file, and all ranks call `set_model_state_dict` and `set_optimizer_state_dict` with
-# `full_state_dict=True, broadcast_from_rank0=True`.** It works as long as model and optimizer fit into the
-# memory of one host.
+# After training with FSDP, each rank holds a part of the model. How do I get one file out of the shards,
+# and back? **To save, every rank calls `get_state_dict` with `full_state_dict=True, cpu_offload=True`, and
+# rank 0 writes what it gets. To load, rank 0 reads the file, and every rank calls `set_model_state_dict`
+# and `set_optimizer_state_dict` with `full_state_dict=True, broadcast_from_rank0=True`.**
+#
+# You need such a file when the weights leave FSDP: for inference, for a colleague, for `from_pretrained`.
+# You can also resume training from it, but then rank 0's machine has to hold model and optimizer in full.
+# With AdamW in float32 these are 12 bytes per parameter, 84 GB at 7 billion, and the other ranks wait while
+# rank 0 writes them. (The title is FSDP1's name for this kind of file. The code is FSDP2's, `fully_shard`.)
+#
+# The drawing shows a save of four tensors by four ranks; a colour is the piece of one rank. In training,
+# each rank has its own piece of every tensor. In a save, all ranks gather one tensor after another: each
+# has tensor 2 in full for a moment, but only rank 0 keeps a copy. At the end rank 0 has everything, and the
+# others have what they had before.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
+from fsdp_utils.lessons.tables import Table
 
 WORLD, TENSORS = 4, 4
-fig, panels = plots.figure(3, width=9.4, height=2.3)
+fig, panels = plots.figure(3, width=9.4, height=2.4)
 for axes, (title, moment) in zip(panels, {"in training": 0, "tensor 2 is gathered": 2, "at the end": 5}.items()):
     for rank in range(WORLD):
         for tensor in range(TENSORS):
@@ -26,33 +36,29 @@ for axes, (title, moment) in zip(panels, {"in training": 0, "tensor 2 is gathere
     axes.spines[:].set_visible(False)
 plots.show(fig, alt="Each rank has a piece of each tensor; rank 0 ends up with all pieces of all tensors.")
 
-# %% [markdown]
-# A drawing of four tensors on four ranks; each colour is one rank's piece. In training a rank holds its own
-# pieces. To save, all ranks gather one tensor after the other. Rank 0 copies each full tensor to its host's
-# memory and keeps it; the other ranks drop it at once.
-
 # %% tags=["card"]
 lesson.card(
     3,
     learn="save and load a sharded model and its optimizer as one file, and five mistakes with it",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    ranks="4 on the CPU, because one of them waits on purpose (2 or 3 work: set `FSDP_RANKS`)",
-    minutes=(1, 12, 22),
+    ranks="4 on the CPU (2 or 3 work: set `FSDP_RANKS`)",
+    minutes=(1, 18, 22),
 )
 
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It trains 13 steps and saves after step
-# 8. Then it loads the file into new models, with and without the optimizer's state, and repeats steps 9 to
-# 13.
+# Save it as `train.py`, then run `torchrun --nproc-per-node 4 train.py`. `save` and `load` are the
+# functions to take home; the rest tests them. The first run trains eight steps, saves, and goes on. Two
+# other runs begin with other weights and a new optimizer, and load the file; one of them forgets the
+# optimizer's state. Then all three train steps 9 to 13 on the same batches, so after a good load the losses
+# are the same.
 #
 # ```python
 # import torch
 # import torch.distributed as dist
+# import torch.distributed.checkpoint.state_dict as sd
 # from torch import nn
-# from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-# from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 # from torch.distributed.device_mesh import init_device_mesh
 # from torch.distributed.fsdp import fully_shard
 #
@@ -60,65 +66,96 @@ lesson.card(
 # dist.init_process_group("nccl" if device == "cuda" else "gloo")
 # if device == "cuda":
 #     torch.cuda.set_device(dist.get_node_local_rank())
-# rank, world = dist.get_rank(), dist.get_world_size()
-# mesh = init_device_mesh(device, (world,))                   # without it a Mac would take its GPU
-# to_rank_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
-# from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+# rank, mesh = dist.get_rank(), init_device_mesh(device, (dist.get_world_size(),))
+# to_rank_0 = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
+# from_rank_0 = sd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 #
-# for run in ("never stopped", "model and optimizer loaded", "model alone loaded"):
-#     first = run == "never stopped"
-#     torch.manual_seed(0 if first else 1)                    # later: other weights, to be overwritten
-#     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 10)).to(device)
-#     for part in [model[0], model[2], model]:
-#         fully_shard(part, mesh=mesh)
-#     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-#     if not first:
-#         file = torch.load("full.pt", mmap=True) if rank == 0 else {"model": {}, "optimizer": {}}
-#         set_model_state_dict(model, file["model"], options=from_rank_0)                       # on ALL ranks
-#         if "optimizer" in run:
-#             set_optimizer_state_dict(model, optimizer, file["optimizer"], options=from_rank_0)
-#     losses = []
-#     for step in range(0 if first else 8, 13):
-#         if first and step == 8:
-#             weights, moments = get_state_dict(model, optimizer, options=to_rank_0)            # on ALL ranks
-#             if rank == 0:
-#                 torch.save({"model": weights, "optimizer": moments}, "full.pt")               # on rank 0
-#         torch.manual_seed(100 * step + rank)                # other samples on each rank
-#         x = torch.randn(64, 64, device=device)
-#         loss = nn.functional.cross_entropy(model(x), x[:, :10].argmax(1))
-#         loss.backward()
-#         optimizer.step()
-#         optimizer.zero_grad()
-#         dist.all_reduce(loss := loss.detach() / world)
-#         losses.append(f"{loss:.2f}")
+#
+# def save(model, optimizer):                                 # ALL ranks call it
+#     weights, averages = sd.get_state_dict(model, optimizer, options=to_rank_0)
 #     if rank == 0:
-#         print(f"{run:26}: steps 9 to 13:", *losses[-5:])
+#         torch.save({"model": weights, "optimizer": averages}, "full.pt")
+#
+#
+# def load(model, optimizer=None):                            # ALL ranks call it, after fully_shard
+#     file = torch.load("full.pt", mmap=True) if rank == 0 else {"model": {}, "optimizer": {}}
+#     sd.set_model_state_dict(model, file["model"], options=from_rank_0)
+#     if optimizer is not None:
+#         sd.set_optimizer_state_dict(model, optimizer, file["optimizer"], options=from_rank_0)
+#
+#
+# def build(seed):
+#     torch.manual_seed(seed)
+#     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 10)).to(device)
+#     return fully_shard(model, mesh=mesh), torch.optim.AdamW(model.parameters(), lr=0.02)
+#
+#
+# def train_step(model, optimizer, step):
+#     torch.manual_seed(100 * step + rank)                    # other samples on each rank
+#     x = torch.randn(64, 64, device=device)
+#     loss = nn.functional.cross_entropy(model(x), x[:, :10].argmax(1))
+#     loss.backward()
+#     optimizer.step()
+#     optimizer.zero_grad()
+#     return f"{loss:.2f}"
+#
+#
+# runs = {"never stopped": build(seed=0), "both loaded": build(seed=1), "model alone": build(seed=1)}
+# for step in range(8):
+#     train_step(*runs["never stopped"], step)
+# save(*runs["never stopped"])
+# load(*runs["both loaded"])
+# load(runs["model alone"][0])                                # a mistake: this run's AdamW starts from zero
+# for name, run in runs.items():
+#     losses = [train_step(*run, step) for step in range(8, 13)]
+#     if rank == 0:
+#         print(f"{name:13}: steps 9 to 13:", *losses)
 # dist.destroy_process_group()
 # ```
 # ```text
-# never stopped             : steps 9 to 13: 0.85 0.80 0.79 0.74 0.76
-# model and optimizer loaded: steps 9 to 13: 0.85 0.80 0.79 0.74 0.76
-# model alone loaded        : steps 9 to 13: 0.85 0.77 0.88 0.95 0.98
+# never stopped: steps 9 to 13: 0.90 0.96 0.92 0.85 0.61
+# both loaded  : steps 9 to 13: 0.90 0.96 0.92 0.85 0.61
+# model alone  : steps 9 to 13: 0.90 0.82 1.01 0.94 1.10
 # ```
 #
-# With model and optimizer loaded, the run goes on as if it had never stopped. With the model alone, the first
-# loss is right and the later ones are not. The rest of this lesson shows what the two calls do, what they
-# cost, and how they go wrong.
+# The losses are rank 0's, each computed before that step's update. "Both loaded" prints what "never
+# stopped" prints, so nothing was lost. "Model alone" begins with the right loss, 0.90, because a loss
+# before the first update depends on the weights alone. Then it drifts away without an error: the next loss
+# happens to be lower, and after four updates it is at 1.10 and not at 0.61. The reason is in AdamW, which
+# divides an average of past gradients by the root of an average of their squares. In a new AdamW both
+# averages are empty, and after one step they hold one gradient alone. Their ratio, corrected for the empty
+# start, is then about 1 or -1, so every weight moves by the whole learning rate, whether its gradient is
+# large or small. A check that compares only the first loss after loading would pass here: **compare the
+# losses of several steps.**
+#
+# The optimizer's part also holds its settings, so the saved learning rate replaces yours. Step number,
+# scheduler and the place in your data are not in the file; [lesson 10](10_end_to_end.ipynb) lists all that
+# a run needs.
 #
 # ## From a shard to the full tensor, and back
 #
 # A **state dict** is the dictionary that `model.state_dict()` returns: every parameter by its name. After
-# `fully_shard` its values are **DTensors**: each knows its full shape and holds this rank's piece.
-# `tensor.full_tensor()` gathers one, and `distribute_tensor` cuts one: rank 0's values count, and it sends
-# each rank its piece. Both are collectives, so all ranks must call them. The cell also has the script's lines
-# as functions, for later use.
+# `fully_shard` its values are **DTensors**. A DTensor knows the shape of the full tensor but holds this
+# rank's piece, its shard. That is why `torch.save(model.state_dict(), …)` on rank 0 is not enough: the file
+# gets rank 0's shards alone, although each still reports the full shape.
+#
+# Two calls convert. `tensor.full_tensor()` gathers the pieces of all ranks into an ordinary tensor.
+# `distribute_tensor(...)` goes the other way: it takes the values of rank 0 and sends each rank its piece.
+# Both are **collectives**: they exchange data between the ranks, so every rank has to make the call, even
+# if only rank 0 needs the result. The script's functions do the same for every tensor.
 
 # %%
 from fsdp_utils.notebook import ranks
 
 ranks.start(device="cpu")
 
-# %%
+# %% [markdown]
+# A cell with `%%ranks` runs on all four ranks. The folded cell below defines what the lesson needs:
+# `plain(seed)` is a model of three blocks and a last layer, and `shard(model)` wraps it and makes its
+# AdamW. `train`, `save` and `load` are the script's functions, with the path as an argument, and `train`
+# returns the mean loss of all ranks.
+
+# %% jupyter={"source_hidden": true}
 # %%ranks
 import tempfile
 from pathlib import Path
@@ -133,10 +170,14 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_leaves
 
 rank, world = dist.get_rank(), dist.get_world_size()
 to_rank_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+shared = [tempfile.mkdtemp() if rank == 0 else None]    # in a job: a path that you pass
+dist.broadcast_object_list(shared, src=0)
+path = Path(shared[0]) / "full.pt"
 
 
 class Block(nn.Sequential):
@@ -156,35 +197,16 @@ def shard(model):
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-model, optimizer = shard(plain(seed=0))
-bias = model.state_dict()["3.bias"]                     # the last layer's: 10 numbers
-full = bias.full_tensor()                               # on ALL ranks
-piece = distribute_tensor(torch.arange(10.0) if rank == 0 else torch.empty(10), bias.device_mesh, bias.placements)
-print(f"{len(bias.to_local())} of {len(full)} are mine; cut: {piece.to_local().tolist()}")
-
-# %% [markdown]
-# Ten numbers on four ranks are cut as 3, 3, 3 and 1. (Every rank gets as many as the first, as long as there
-# are any left.)
-#
-# ## Who holds how much
-#
-# `get_state_dict(model, optimizer)` returns two state dicts, of the model and of the optimizer. AdamW keeps
-# two averages for each parameter, so all of it is three sizes of the model. The cell asks for three kinds and
-# prints how much each rank then holds, in sizes of the model. `Meter` records which tensors are alive
-# meanwhile. (`leaves`, which lists the tensors of a state dict on this rank, is in the folded cell. So is
-# `train`, the script's loop.)
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-from torch.utils._pytree import tree_leaves
+def my_loss(model, seed):
+    torch.manual_seed(seed)
+    x = torch.randn(64, 64)
+    return nn.functional.cross_entropy(model(x), x[:, :10].argmax(1))
 
 
 def train(model, optimizer, steps):
     losses = []
     for step in steps:
-        torch.manual_seed(100 * step + rank)
-        x = torch.randn(64, 64)
-        loss = nn.functional.cross_entropy(model(x), x[:, :10].argmax(1))
+        loss = my_loss(model, 100 * step + rank)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -193,10 +215,52 @@ def train(model, optimizer, steps):
     return losses
 
 
+def save(path, model, optimizer):
+    weights, averages = get_state_dict(model, optimizer, options=to_rank_0)
+    if rank == 0:
+        torch.save({"model": weights, "optimizer": averages}, path)
+
+
+def read(path):
+    return torch.load(path, mmap=True) if rank == 0 else {"model": {}, "optimizer": {}}
+
+
+def load(path, model, optimizer):
+    file = read(path)
+    set_model_state_dict(model, file["model"], options=from_rank_0)
+    set_optimizer_state_dict(model, optimizer, file["optimizer"], options=from_rank_0)
+
+
 def leaves(tree):
     found = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
     return [leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in found]
 
+
+# %% [markdown]
+# Take one parameter, the ten numbers of the last layer's bias. The cell gathers it, then distributes the
+# numbers 0 to 9 in the same way. Look at how many each rank holds.
+
+# %%
+# %%ranks
+model, optimizer = shard(plain(seed=0))
+bias = model.state_dict()["3.bias"]                                 # a DTensor
+full = bias.full_tensor()                                           # on ALL ranks
+values = torch.arange(10.0) if rank == 0 else torch.empty(10)       # only rank 0's values count
+piece = distribute_tensor(values, bias.device_mesh, bias.placements)
+print(f"{len(bias.to_local())} of {len(full)} are mine; distributed: {piece.to_local().tolist()}")
+
+# %% [markdown]
+# Ten divided by four is rounded up to three, so ranks 0, 1 and 2 hold three numbers each and rank 3 has the
+# one that is left. The `torch.empty(10)` of the other ranks was not read; it only says which shape and
+# dtype to receive.
+#
+# ## Who holds how much
+#
+# `get_state_dict(model, optimizer)` returns two state dicts, one of the model and one of the optimizer.
+# AdamW keeps two averages for each parameter, so in full both together are three times the size of the
+# model. The cell calls it with three kinds of options and prints what each rank holds of the result, in
+# sizes of the model. `Meter` records meanwhile which tensors are alive, for the figure. (`leaves`, folded
+# above, lists a state dict's tensors.)
 
 # %% tags=["gather"]
 # %%ranks
@@ -218,17 +282,29 @@ for kind, options in kinds.items():
     del states
 print(" | ".join(f"{kind} {size:.2f}" for kind, size in held.items()))
 
+# %% [markdown]
+# Without options nothing is gathered: each rank has a quarter of three sizes, 0.75. With
+# `full_state_dict=True` alone, *every* rank gets all three, and on GPUs each GPU has to hold them, which
+# sharding was to avoid. Added to it, `cpu_offload=True` does two things, although its name says one: each
+# gathered tensor moves to the CPU, and only rank 0 gets the result. The others get `{}`.
+#
+# The figure shows all tensors alive on a rank during the call, its shards included. Compare the last panel
+# with the other two.
+
 # %% jupyter={"source_hidden": true}
 of_first, *_, of_last = ranks.get("curves")
-fig, panels = plots.figure(3, width=9.4, height=2.4)
+world = len(ranks.get("0"))
+fig, panels = plots.figure(3, width=9.4, height=2.5)
 shown = {"full: every rank": of_last["full"], "full + cpu_offload: rank 0": of_first["full + cpu_offload"]}
-shown[f"full + cpu_offload: rank {len(ranks.get('0')) - 1}"] = of_last["full + cpu_offload"]
-for axes, (title, curve), color in zip(panels, shown.items(), plots.RANK_COLORS):
+shown[f"full + cpu_offload: rank {world - 1}"] = of_last["full + cpu_offload"]
+colors = ("#888888", plots.RANK_COLORS[0], plots.RANK_COLORS[world - 1])
+for axes, (title, curve), color in zip(panels, shown.items(), colors):
     axes.fill_between(range(len(curve)), curve, color=color, linewidth=0)
+    axes.axhline(3 / world, color="black", linewidth=0.8, linestyle=":")
     axes.text(0.04 * len(curve), 4.3, f"peak {max(curve):.1f}", fontweight="bold")
     axes.set(title=title, xlabel="operations of get_state_dict", xticks=[], ylim=(0, 5), xlim=(0, len(curve)))
 panels[0].set_ylabel("tensors alive,\nin sizes of the model")
-world = len(ranks.get("0"))
+panels[0].text(0.04 * len(of_last["full"]), 0.4 * 3 / world, "shards", color="white")
 assert all(abs(of["full"] - 3) < 0.01 for of in ranks.get("held"))
 assert [round(of["full + cpu_offload"]) for of in ranks.get("held")] == [3] + [0] * (world - 1)
 assert max(of_last["full + cpu_offload"]) < 3 / world + 1
@@ -236,24 +312,28 @@ assert max(of_first["full + cpu_offload"]) > 3 + 2.5 / world
 plots.show(fig, alt="Tensors alive while a full state dict is gathered, on all ranks and on rank 0 alone.")
 
 # %% [markdown]
-# `full_state_dict=True` alone gives *every* rank three sizes of the model, on a GPU in its GPU's memory. With
-# it, `cpu_offload=True` does two things: it moves each gathered tensor to the CPU, and it leaves the result
-# to rank 0 alone. The curves begin at 0.75, the shards, which stay beside the result: so 3.75 at the end for
-# 3.00 in the table. The spikes of the last rank are the tensors that it helps to gather and then drops. With
-# GPUs, shards and spikes are in GPU memory, and rank 0's climb is in its host's memory.
+# All curves begin at the dotted line, the shards, which stay throughout. The first two climb tensor by
+# tensor and end at 3.75: shards and the full result. The last rank only has bumps: each is a tensor that it
+# helps to gather and drops. So beyond its shards it needs room for about one full tensor, not for the
+# model. All of this is CPU memory here. With GPUs, the shards and the bumps are in GPU memory, and rank 0's
+# climb is in its machine's memory.
 #
 # ## Your turn 1 · Gather a full state dict
 #
-# Write `my_full(model)` yourself. On rank 0 it returns the full state dict as ordinary tensors, on all other
-# ranks `{}`. No rank but 0 may collect full tensors: at most the last one may still be alive while the next
-# is gathered. The turn counts the bytes beyond the shards and the result, in sizes of the largest tensor: 4
-# are allowed, because an all-gather needs buffers beside its result; all tensors together are 6.1 of the
-# largest.
+# Write `my_full(model)`, which does for the model what `get_model_state_dict(model, options=to_rank_0)`
+# does.
+#
+# - **Given:** the sharded `model`, and `rank`.
+# - **Return:** on rank 0 a dictionary with every name and its full, ordinary tensor; on the other ranks
+#   `{}`.
+# - **Also measured:** a rank other than 0 must not collect full tensors on the way. Beyond the shards and
+#   the result, a rank may hold four times the largest tensor, enough for one gather with its buffers. (All
+#   tensors together are 6.1 times the largest.)
 #
 # <details><summary>Hint</summary>
 #
-# Loop over `model.state_dict().items()`, and gather one tensor in each turn of the loop. What must *not*
-# stand under `if rank == 0`?
+# Loop over `model.state_dict().items()` and gather one tensor per iteration. Which line must *not* stand
+# under `if rank == 0`?
 #
 # </details>
 
@@ -261,7 +341,7 @@ plots.show(fig, alt="Tensors alive while a full state dict is gathered, on all r
 # %%ranks
 from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
 
-BEYOND = "bytes beyond shards and result, in largest tensors"
+BEYOND = "memory beyond shards and result, in largest tensors"
 
 
 def beyond(work, model, file=()):
@@ -283,7 +363,7 @@ def score_full(my_full):
     if not isinstance(found, dict):
         raise NotYet(f"Return a dictionary of tensors by name, not a {type(found).__name__}.")
     if any(type(tensor) is not torch.Tensor for tensor in found.values()):
-        raise NotYet("Return ordinary tensors: a DTensor in the result is a piece still.")
+        raise NotYet("Return ordinary tensors: a DTensor in the result holds only this rank's piece.")
     equal = found.keys() == right.keys() and all(torch.equal(found[name], right[name]) for name in right)
     here = rank == 0
     return {
@@ -296,6 +376,7 @@ def score_full(my_full):
 # %%
 # %%turn 1
 def my_full(model):
+    # for each tensor of model.state_dict(): gather it, and keep it on rank 0
     return None                                 # your lines here
 
 
@@ -323,7 +404,7 @@ def my_full(model):
     return get_model_state_dict(model, options=to_rank_0)
 
 # %% tags=["right"] turn=1
-def my_full(model):                             # pieces as objects
+def my_full(model):                             # gather the pieces as objects
     full = {}
     for name, tensor in model.state_dict().items():
         pieces = [None] * world if rank == 0 else None
@@ -345,7 +426,7 @@ def my_full(model):
 def my_full(model):
     return {name: tensor.to_local() for name, tensor in model.state_dict().items()} if rank == 0 else {}
 
-# %% tags=["wrong"] turn=1 says="is a piece still"
+# %% tags=["wrong"] turn=1 says="holds only this rank's piece"
 def my_full(model):
     return model.state_dict() if rank == 0 else {}
 
@@ -356,56 +437,44 @@ def my_full(model):
 # %% [markdown]
 # ## One file, which plain PyTorch reads
 #
-# Now save it, and load it in both ways: into a sharded model, and into a plain one on rank 0 alone, as
-# somebody without FSDP would.
+# Now save, and load the file in two ways: into a sharded model with other weights, and into a plain model
+# on rank 0 alone, as somebody without FSDP would. The cell asserts that the loaded run repeats the losses
+# of the one that never stopped. Look at who reads from the file.
 
 # %% tags=["load"]
 # %%ranks
-shared = [tempfile.mkdtemp() if rank == 0 else None]    # in a job: a path that you pass
-dist.broadcast_object_list(shared, src=0)
-path = Path(shared[0]) / "full.pt"
-
-
-def save(path, model, optimizer):                       # on ALL ranks
-    weights, moments = get_state_dict(model, optimizer, options=to_rank_0)
-    if rank == 0:
-        torch.save({"model": weights, "optimizer": moments}, path)
-    dist.barrier()                                      # the file is complete when save returns
-
-
-def read(path):
-    return torch.load(path, mmap=True) if rank == 0 else {"model": {}, "optimizer": {}}
-
-
-def load(path, model, optimizer):                       # on ALL ranks
-    file = read(path)
-    set_model_state_dict(model, file["model"], options=from_rank_0)
-    set_optimizer_state_dict(model, optimizer, file["optimizer"], options=from_rank_0)
-
-
-save(path, model, optimizer)
+save(path, model, optimizer)                            # on ALL ranks
 never_stopped = train(model, optimizer, range(8, 13))
 model, optimizer = shard(plain(seed=1))                 # other weights, to be overwritten
-load(path, model, optimizer)
+load(path, model, optimizer)                            # on ALL ranks
 assert train(model, optimizer, range(8, 13)) == never_stopped
+
 read_mib = sum(tensor.nbytes for tensor in leaves(read(path))) / 2**20
 print(f"{read_mib:.2f} MiB read from the file", end="")
-if rank == 0:
+if rank == 0:                                           # no collective here: an ordinary model
     alone = plain(seed=1)
     alone.load_state_dict(read(path)["model"])          # strict: every name is there, and no other
     print(f"; plain PyTorch takes {len(alone.state_dict())} tensors", end="")
 
 # %% [markdown]
-# One rank reads, and the others receive one tensor after the other. If each of the eight ranks of a host read
-# the file for itself without `mmap`, the host would hold it eight times. `mmap=True` maps the file into
-# memory, and a tensor is read from the disk when it is used. For transformers' `from_pretrained`, gather the
-# model alone with `get_model_state_dict` and let rank 0 call `model.save_pretrained(folder,
-# state_dict=weights)`. (Only a model that transformers has sharded itself is saved by all ranks together.)
+# The file holds 1.14 MiB, three times this model's 0.38. Rank 0 alone reads, and broadcasts one tensor
+# after another; each rank copies its piece into its shard and drops the rest. So only rank 0's machine
+# needs the file, and a GPU needs room for about one full tensor beside its shards. `load_state_dict` of the
+# plain model is strict and did not complain, so the file has exactly the 14 names (weight and bias of seven
+# linear layers) of an unsharded model. Nothing in it depends on the number of ranks, so you can save on 64
+# ranks and load on 8. With `mmap=True`, `torch.load` reads a tensor from the disk when it is used, and not
+# all at the beginning.
+#
+# For a transformers model that you wrapped yourself, call `get_model_state_dict(model, options=to_rank_0)`
+# on all ranks, and on rank 0 `model.save_pretrained(folder, state_dict=weights)`. `from_pretrained` reads
+# that folder.
 #
 # ## All ranks call, or one waits
 #
-# The most frequent mistake: rank 0 writes the file, so everything is put under `if rank == 0`. Collectives
-# wait for 1 second in this cell, and not for the 30 minutes of gloo's default (10 with NCCL).
+# The first of the five mistakes starts from a correct observation: rank 0 writes the file. So everything
+# goes under `if rank == 0`. The cell does that, and is meant to fail. A collective waits for at most 1
+# second in it; the defaults are 30 minutes with gloo and 10 with NCCL. Look at the first line and at
+# "Meanwhile".
 
 # %% tags=["raises-exception", "hang"]
 # %%ranks --timeout 1
@@ -413,17 +482,31 @@ if rank == 0:
     torch.save(get_model_state_dict(model, options=to_rank_0), path.with_name("never.pt"))
 
 # %% [markdown]
-# Rank 0 waits for an all-gather that no other rank enters. In a script the others would go on to their next
-# collective, and that would be paired with rank 0's: an abort, wrong numbers, or a hang ([lesson
-# 15](15_when_it_hangs.ipynb)).
+# Rank 0 waits in an all-gather, and the others, done with the cell, never enter it. In a script they would
+# go on to the next training step, and its first collective would meet rank 0's gather: the result is a
+# hang, an error or wrong numbers ([lesson 15](15_when_it_hangs.ipynb)).
 #
-# Here are all five mistakes. `outcome(mistake)` (folded) compares the collectives of the ranks before they
-# begin, so that it can say who would wait for whom. If none does, it trains steps 9 to 13 and returns their
-# losses.
+# Here are all five, as functions. In the first three, some ranks make a collective call that others do not.
+# The last two call the same on all ranks, and raise nothing. `outcome(mistake)` (folded) compares the
+# ranks' calls before they begin and says who would wait for whom. If nobody would, it trains steps 9 to 13
+# and returns the mean losses, to compare with the row `right`.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
 from fsdp_utils.lessons.together import run_together
+
+
+def right():
+    model, optimizer = shard(plain(seed=1))
+    load(path, model, optimizer)
+    return model, optimizer
+
+
+def validate(model):
+    """Return this rank's own loss, and the mean of all ranks."""
+    mine = my_loss(model, rank).detach()
+    dist.all_reduce(mean := mine / world)
+    return mine, mean
 
 
 def outcome(program):
@@ -436,12 +519,6 @@ def outcome(program):
 
 # %% tags=["mistakes"]
 # %%ranks
-def right():
-    model, optimizer = shard(plain(seed=1))
-    load(path, model, optimizer)
-    return model, optimizer
-
-
 def only_rank_0_saves():                                # 1
     model, optimizer = right()
     if rank == 0:
@@ -449,23 +526,19 @@ def only_rank_0_saves():                                # 1
     return model, optimizer
 
 
-def each_rank_decides():                                # 2: saves if its own loss is below the mean of all
+def each_rank_decides():                                # 2: "save if the loss is the best so far"
     model, optimizer = right()
-    torch.manual_seed(rank)
-    x = torch.randn(64, 64)
-    mine = nn.functional.cross_entropy(model(x), x[:, :10].argmax(1)).detach()
-    dist.all_reduce(mean := mine / world)
-    if mine < mean:
+    loss, best = validate(model)                        # this rank's loss; as best, the mean of all ranks
+    if loss < best:
         save(path.with_name("best.pt"), model, optimizer)
     return model, optimizer
 
 
 def nothing_on_the_others():                            # 3: one call for both state dicts
     model, optimizer = shard(plain(seed=1))
-    model_state, optimizer_state = read(path).values()
-    set_state_dict(
-        model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=from_rank_0
-    )
+    file = read(path)                                   # on the other ranks, two empty dicts
+    set_state_dict(model, optimizer, model_state_dict=file["model"], optim_state_dict=file["optimizer"],
+                   options=from_rank_0)
     return model, optimizer
 
 
@@ -489,39 +562,45 @@ for program in [right, only_rank_0_saves, each_rank_decides, nothing_on_the_othe
                 forgets_the_optimizer]:
     found[program.__name__] = outcome(program)
 
-# %%
-from fsdp_utils.lessons.tables import Table
-
+# %% jupyter={"source_hidden": true}
 found = ranks.get("found")[0]
 assert [said.startswith("hangs") for said in found.values()] == [False, True, True, True, False, False]
 assert len(set(found.values())) == 6
 assert found["right"].endswith(" ".join(ranks.get("never_stopped")[0]))
-Table(["", "what happens"], [[name, said] for name, said in found.items()])
+first = {name: said.split("losses ")[-1].split()[0] for name, said in found.items()}
+assert first["forgets_the_optimizer"] == first["right"] != first["loads_before_sharding"]
+Table(["", "function", "what happens"], [[n or "", name, said] for n, (name, said) in enumerate(found.items())])
 
 # %% [markdown]
-# 1. Everything under `if rank == 0`. All ranks have to call `save`.
-# 2. All ranks run the same line, but its condition differs from rank to rank. A condition that guards a
-#    collective must have the same value on all ranks: `all_reduce` the loss, then compare.
-# 3. `set_state_dict` takes an *empty* model state dict to mean "the optimizer only". So the ranks that have
-#    no file skip the model, and rank 0 broadcasts alone. Make two calls, as the script does.
-# 4. No error, and a wrong model. Each rank cuts its piece from its own weights, and only rank 0's are the
-#    file's. Shard first, then load. (FSDP1 does the same unless it is given `sync_module_states=True`.)
-# 5. No error, and the first loss is right, because it needs the weights alone. AdamW's averages begin at zero
-#    again. A test of a checkpoint has to compare the losses of several steps.
+# (The model is larger than the script's, so its losses differ.) In the rows that hang, 65,536 bytes are the
+# first weight of a block in full (64 · 256 numbers of 4 bytes), the first thing to gather. The 8 bytes of
+# mistake 3 announce the length of the list of names that rank 0 sends first.
 #
-# The [video of 2022](../videos.md) that this lesson follows shows mistakes 4 and 5.
+# 1. Everything stands under `if rank == 0`. All ranks have to call `save`; only `torch.save` is rank 0's.
+# 2. All ranks run the same line, but each judges by its own loss. A condition around a collective must have
+#    the same value on all ranks: `all_reduce` the loss first, then compare.
+# 3. `set_state_dict` takes an *empty* model state dict to mean "load the optimizer only". So the ranks
+#    without a file skip the model, and rank 0 broadcasts alone. Make two calls, as the script does.
+# 4. `fully_shard` cuts each rank's piece from that rank's own weights, and only rank 0's were the file's.
+#    Three quarters of the model are still random, and the loss is near ln 10 = 2.30, that of a guess among
+#    ten classes. Shard first, then load.
+# 5. As in the script's third line, the first loss is right and the next is not: 2.52 and not 1.68.
 #
 # ## Your turn 2 · Load a full state dict
 #
-# The way back, without `set_model_state_dict`. `state` is the full state dict on rank 0, and `{}` on the
-# others. Write `my_load(model, state)`: afterwards the shards of `model` are those of the file, on every
-# rank. This model also has **buffers**, tensors that are not trained, here those of a `BatchNorm1d`. FSDP2
-# does not shard buffers: every rank has them in full. Memory counts as in turn 1. Nothing is returned.
+# Write the way back, `my_load(model, state)`, as `set_model_state_dict` does it. This model also has
+# **buffers**: tensors that are saved but not trained, here those of a `BatchNorm1d`. FSDP2 does not shard
+# buffers, so every rank needs them in full.
+#
+# - **Given:** `model`, sharded, with other values; `state`, the full state dict on rank 0 and `{}` on the
+#   others.
+# - **Do:** copy the file's values into the tensors of `model`, on every rank. Return nothing.
+# - **Also measured:** memory as in turn 1; no rank but 0 may hold the whole file.
 #
 # <details><summary>Hint</summary>
 #
-# The tensors of `model.state_dict()` are the model's own: `.copy_(...)` into them is enough. They also tell
-# the ranks that have no file which shapes and dtypes will come. Which of them are DTensors?
+# The tensors of `model.state_dict()` are the model's own, so `.copy_(...)` into them loads it. On the ranks
+# without a file they also tell which shape and dtype will come. Which of them are DTensors?
 #
 # </details>
 
@@ -568,6 +647,7 @@ def score_load(my_load):
 # %%
 # %%turn 2
 def my_load(model, state):
+    # for each tensor of model.state_dict(): send rank 0's value to all ranks, and copy this rank's part
     return None                                 # your lines here
 
 
@@ -640,50 +720,11 @@ def my_load(model, state):
         mine.copy_(full)
 
 # %% [markdown]
-# ## A file from FSDP1: one `step` for a whole unit
-#
-# The same functions take a model under FSDP1, so its files have the same names and shapes. One thing differs.
-# FSDP1's optimizer sees one flat parameter for each unit, and AdamW counts its steps once for it. In the full
-# state dict all parameters of the unit get the *same tensor* as their `step`, and `torch.save` keeps that.
-# Loaded into FSDP2, each of them adds 1 to it at each step.
-
-# %% tags=["fsdp1"]
-# %%ranks
-import warnings
-
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.fsdp._optim_utils")
-old = FSDP(plain(seed=0), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"))
-old_optimizer = torch.optim.AdamW(old.parameters(), lr=0.01)
-train(old, old_optimizer, range(8))
-weights, moments = get_state_dict(old, old_optimizer, options=StateDictOptions(full_state_dict=True))
-if rank == 0:
-    torch.save({"model": weights, "optimizer": moments}, path.with_name("fsdp1.pt"))
-for cloned in (False, True):
-    file = read(path.with_name("fsdp1.pt"))
-    for state in file["optimizer"].get("state", {}).values() if cloned else ():
-        state["step"] = state["step"].clone()           # one for each parameter
-    model, optimizer = shard(plain(seed=1))
-    set_model_state_dict(model, file["model"], options=from_rank_0)
-    set_optimizer_state_dict(model, optimizer, file["optimizer"], options=from_rank_0)
-    train(model, optimizer, range(8, 13))
-    steps = [int(optimizer.state[p]["step"]) for p in model.parameters()]
-    if rank == 0:
-        print(f"{'cloned' if cloned else 'as it is'}: steps counted after 13: {sorted(set(steps))}")
-    assert set(steps) == ({13} if cloned else {8 + 4 * 5, 8 + 2 * 5})
-
-# %% [markdown]
-# Each block has four parameters and counts 8 + 4 · 5 steps; the last layer has two. A wrong count changes
-# AdamW's bias correction, without an error. That matters in the first some thousand steps; later the
-# correction is near 1 with either count. This is AdamW's default, which counts on the CPU. With
-# `use_orig_params=True` FSDP1 does not share. (The functions that the video shows, `FSDP.state_dict_type` and
-# `FSDP.full_optim_state_dict`, are deprecated.)
-#
 # ## When one file stops fitting
 #
-# In float32 with AdamW, rank 0's host takes in 12 bytes for each parameter. This is a calculation:
+# In float32, rank 0's machine has to hold 4 bytes for each weight, and 8 for AdamW's two averages. The
+# table is arithmetic, not a measurement. Compare its third column with your machine's memory. The last
+# column is for a disk that takes 1 GiB per second; for one that takes 2, halve it.
 
 # %% tags=["fits"]
 rows = []
@@ -693,20 +734,37 @@ for billions in (1.5, 7, 20, 70, 405):
 Table(["model", "GiB, model alone", "GiB, with AdamW", "minutes to write at 1 GiB/s"], rows)
 
 # %% [markdown]
-# All GPUs wait while one rank writes. So take a full state dict for a model that fits into one host, and at
-# the end of training, when the file goes elsewhere. While a large model trains, let every rank write its own
-# part: [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb).
+# In memory, 20B fits into a machine with 256 GiB if little else runs there, and 405B needs more than twice
+# the 2 TB of a DGX H100. Time can be the tighter limit. While rank 0 writes, the GPUs are idle and the
+# other ranks wait in their next collective, no longer than its time-out. At 1 GiB/s, 70B takes 13 minutes,
+# and with NCCL's default of 10 the job would be aborted (`init_process_group(timeout=...)` sets another).
+#
+# So take one file to hand on the weights at the end of training, and to resume models that one machine
+# holds easily. While a larger model trains, let every rank write its own shards, all at the same time:
+# [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb).
+#
+# <details><summary>The way of 2022: FSDP1</summary>
+#
+# The [video](../videos.md) uses `FSDP.state_dict_type` with `StateDictType.FULL_STATE_DICT`, and
+# `FSDP.full_optim_state_dict`; both are deprecated. The functions of this lesson also take a model under
+# FSDP1, and the names and shapes in the file are the same. Without `use_orig_params=True`, though,
+# parameters in FSDP1's file share one count of steps, which FSDP2 then counts several times; turn 2 of
+# [lesson 13](13_from_fsdp1_to_fsdp2.ipynb) mends that.
+#
+# </details>
 #
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
 # | the job hangs in a save; after the time-out `Timed out waiting 1800000ms` (gloo) | mistakes 1 to 3: not all ranks call | call on all ranks; [lesson 15](15_when_it_hangs.ipynb) finds the line |
+# | `torch.distributed.tensor must be imported to load DTensors` in `torch.load` | the file holds `model.state_dict()` of rank 0, its shards alone | save again, with `get_state_dict` on all ranks |
 # | `got mixed torch.Tensor and DTensor` in `load_state_dict` | a full state dict for a sharded model | `set_model_state_dict` with `broadcast_from_rank0=True` |
-# | the loss jumps after loading | mistake 4 | shard, then load |
-# | the first loss is right, later ones are not | mistake 5, or a file from FSDP1 | load the optimizer; clone each `step` |
+# | the loss is as before training | mistake 4 | shard, then load |
+# | the first loss is right, later ones are not | mistake 5, or a file from FSDP1 | load the optimizer; for FSDP1 see [lesson 13](13_from_fsdp1_to_fsdp2.ipynb) |
+# | `Expected device to be set` in `set_optimizer_state_dict` | a new optimizer, and gradients of an earlier `backward` in the model | `optimizer.zero_grad()` before the load |
 # | out of memory on every GPU in `get_state_dict` | `cpu_offload=True` is missing | add it |
-# | rank 0 is killed without an error of Python | its host is out of memory | sharded checkpoints, [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb) |
+# | rank 0 is killed without a Python error | its machine is out of memory | sharded checkpoints, [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb) |
 #
 # ## The rule
 #
