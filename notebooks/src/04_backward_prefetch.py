@@ -108,7 +108,8 @@ lesson.card(
 #     link = trace.collectives[0].sent_bytes / 2**30 / 0.5e-3  # GiB/s at which a collective takes 0.5 ms
 #     run = trace.replay(compute_s=1e-3, link_gib_s=link, limit_units=None, limit_reduces=1)   # FSDP2's limits
 #     if dist.get_rank() == 0:
-#         print(f"{name:9} {1e3 * run.step_s:4.1f} ms, exposed {1e3 * run.exposed_s:.1f}, full {trace.peak_units} |", *order)
+#         ms, exposed = 1e3 * run.step_s, 1e3 * run.exposed_s
+#         print(f"{name:9} {ms:.1f} ms, exposed {exposed:.1f}, full {trace.peak_units} |", *order)
 # dist.destroy_process_group()
 # ```
 # ```text
@@ -128,7 +129,7 @@ lesson.card(
 # `mm` the computation of a block (matrix multiplications), `RS` a reduce-scatter. The next section derives the
 # 4 ms and the 1 ms from them.
 #
-# ## Why the order decides
+# ## The order is what counts
 #
 # `ranks.start()` starts four processes behind this notebook; a cell that begins with `%%ranks` runs in all of
 # them. The blocks are now the feed-forward part of a transformer. `ahead(model, count)` sets lists as the script
@@ -267,7 +268,7 @@ assert of_fsdp1[str(POST)] == "AG mm AG RS mm AG RS mm AG RS mm RS"
 # FSDP1 has an option for this, `backward_prefetch`. On the same blocks, `None` gives the order "off", and FSDP1's
 # default, `BACKWARD_PRE`, the order of FSDP2's default (asserted in the folded cell).
 #
-# ## When does prefetching save time?
+# ## When does it save time?
 #
 # In the script the default made a step 23% faster (16 ms over 13), but that a collective takes 0.5 ms was an
 # assumption. So the next cells replay recorded orders while a collective takes from 0.05 to 8 times as long as
@@ -358,19 +359,19 @@ for alike, least, most in ((False, 11.5, 18), (True, 5, 14.5)):
 # gain: the GPU waits for the CPU anyway, and communication fits into these pauses.
 #
 # **Right: with equal blocks leave the default alone.** A second block ahead gains little, in a narrow range.
-# Where every other block is larger it gains up to 12 to 18%, because a small block computes too briefly to hide
+# Where every other block is larger it gains 12 to 18% at best, because a small block computes too briefly to hide
 # the gather of the large block that backward needs next. It's enough to give lists to the large blocks, as at
-# the top of this page, and that also helps where large blocks compute no longer than small ones, as in a
-# mixture of experts: up to 5 to 14% (asserted in a folded cell).
+# the top of this page. That also helps if the large blocks compute no longer than the small ones, as in a
+# mixture of experts: 5 to 14% at best (asserted in a folded cell).
 #
-# **In forward,** lists (`set_modules_to_forward_prefetch`) changed nothing at any of the left panel's 123
-# points. But there the CPU is slow at most. A CPU that waits for the GPU inside a block, as some mixtures of
-# experts do to count tokens, can issue the next `AG` before that wait with such a list; that isn't measured here.
+# **Lists for forward,** `set_modules_to_forward_prefetch`, changed nothing at any of the left panel's 123
+# points, because a CPU that is merely slow still issues the next `AG` in time. If your CPU waits for the GPU
+# inside a block, such a list issues the `AG` before that wait, which may help; that isn't measured here.
 #
 # **Where does your job stand on this axis?** In bf16 a block of P parameters gathers 2P bytes, and its forward
 # pass takes about 2P FLOPs per token. P cancels, and the position is F / (T · B): your GPU reaches F FLOP/s,
 # trains T tokens per step, and gathers B bytes/s. Take F = 4·10¹⁴, as an H100 may reach. Then T = 1,100 tokens
-# are at 1 if B is 3.5·10¹¹ within a host, and T = 8,000 if B is 5·10¹⁰ between hosts (assumed rates). More
+# put you at 1 if B is 3.5·10¹¹ within a host, and T = 8,000 if B is 5·10¹⁰ between hosts (assumed rates). More
 # tokens move you to the left: if much communication is exposed in spite of the default, first raise the batch.
 #
 # ## What it costs
@@ -436,7 +437,7 @@ Table(["prefetching", "full blocks at once", "peak in backward, blocks more than
 # `ncclDevKernel_ReduceScatter…`, should lie beside matrix multiplications; where the stream of computation is
 # empty below one of them, it is exposed. Gaps at the two ends of a step are normal. The first can be filled:
 # `model[0].unshard(async_op=True)` after `optimizer.step()` starts the first all-gather while you load the
-# batch. This lesson ran on CPUs, so it has no such trace to show.
+# batch. The outputs on this page are from CPUs, so there is no such trace among them.
 #
 # ## Your turn 1 · Write the prefetch
 #
@@ -591,7 +592,7 @@ def hook_of(blocks, i):
 # This is the model of the sweep in which every other block is four times as large: blocks 0, 2 and 4. In backward
 # a small block computes for 2 ms and its collective takes 0.8 ms; for a large one that's 8 and 3.2 ms. So the
 # default can't hide the gather of block 4 behind the computation of block 5, and in the whole backward pass
-# 14 ms are exposed. Reduce them to 7.7 ms with lists for at most three blocks, and at most three full at once.
+# 14 ms are exposed. Reduce them to 7.7, with lists for at most three blocks and at most three blocks full at once.
 #
 # `my_lists(blocks)` gets the six blocks in the order of forward. It returns a dictionary of lists,
 # `{block: [blocks to gather before it computes in backward, the most urgent first]}`. A block without a list
@@ -692,7 +693,7 @@ def my_lists(blocks):
 #
 # The ranks pair their collectives by the order of issue, and lists change that order, so all ranks must have the
 # same lists. The next cell breaks this rule: rank 0 names the two blocks of each list in the other order.
-# Compare its losses of steps 1 and 2 with those of the default.
+# Compare its losses of steps 1 and 2 with those under the default.
 
 # %%
 # %%ranks
@@ -723,7 +724,7 @@ assert abs(same[1] - parted[1]) > 1e-4
 Table(
     ["loss of rank 0 at step", "1", "2", "3"],
     [[name, *(f"{loss:.3f}" for loss in found)] for name, found in
-     {"the same lists on all ranks": same, "other lists on rank 0": parted}.items()],
+     {"the default on all ranks": same, "other lists on rank 0": parted}.items()],
 )
 
 # %% [markdown]
@@ -736,7 +737,6 @@ Table(
 # |:--|:--|:--|
 # | losses differ from the second step on, no error | lists differ between ranks | build them by the same code on every rank; `check_in_step` ([lesson 15](15_when_it_hangs.ipynb)) names the line where ranks part |
 # | out of memory since you set lists | each block ahead of the default is one more full block | fewer blocks ahead |
-# | a block has three all-gathers in a step | a list names a block that backward has finished with | name earlier blocks, the nearest first |
 # | gaps in backward, default on | the link is the limit, or blocks are uneven | more tokens per rank; send less ([lesson 6](06_sharding_strategies.ipynb)); lists as in turn 2 |
 # | no overlap in forward | the GPU waits for the CPU | no `.item()` in forward; larger blocks or batches; `torch.compile` |
 #
