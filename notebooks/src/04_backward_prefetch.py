@@ -365,8 +365,8 @@ for alike, least, most in ((False, 11.5, 18), (True, 5, 14.5)):
 # mixture of experts: 5 to 14% at best (asserted in a folded cell).
 #
 # **Lists for forward,** `set_modules_to_forward_prefetch`, changed nothing at any of the left panel's 123
-# points, because a CPU that is merely slow still issues the next `AG` in time. If your CPU waits for the GPU
-# inside a block, such a list issues the `AG` before that wait, which may help; that isn't measured here.
+# points. There the CPU is slow but never waits for the GPU. If yours does inside a block, such a list issues the
+# next `AG` before that wait, which may help; that isn't measured here.
 #
 # **Where does your job stand on this axis?** In bf16 a block of P parameters gathers 2P bytes, and its forward
 # pass takes about 2P FLOPs per token. P cancels, and the position is F / (T · B): your GPU reaches F FLOP/s,
