@@ -12,7 +12,7 @@
 #
 # The picture shows this lesson's small model on an H200 of which PyTorch was allowed only 1.4 to 2.1 GiB
 # (`torch.cuda.set_per_process_memory_fraction`). Each dot is a run of five steps, and its height is the speed of
-# the faster of the last two. Look at the left panel first: one limit, five sizes that run.
+# the faster of the last two. Look at the left panel first: a single limit.
 
 # %% jupyter={"source_hidden": true}
 from ast import literal_eval
@@ -53,10 +53,10 @@ plots.show(fig, alt="The fastest size is 16, and at each size the runs with retr
 # %% [markdown]
 # At 1.8 GiB, 16 is fastest: 485 samples per second. From 18 on there are still retries in the last two steps
 # (orange). 20 is the largest size that runs, and trains 11% fewer samples per second than 16. The right panel
-# adds the other limits, and a second setting of the allocator (the axes begin at 300): at the same batch size
-# the orange dots are mostly the lower ones. Retries do not explain everything: 17 is slower than 16 even without
-# one, which is why you time sizes. 16 is the smallest that was measured here; "What a larger batch gains" shows
-# how slow a tiny batch is.
+# adds the other limits, and a second setting of the allocator. At the same batch size the orange dots are mostly the
+# lower ones; the highest at 18, 20 and 22 had no retry in one of the two steps. Retries do not explain
+# everything: 17 is slower than 16 even without one, which is why you time sizes. 16 is the smallest that was
+# measured here; "What a larger batch gains" shows how slow a tiny batch is.
 
 # %% tags=["card"]
 lesson.card(
@@ -73,8 +73,8 @@ lesson.card(
 # allocates and frees in five training steps with FSDP2, and replays the record by the rules of PyTorch's GPU
 # allocator. The replay is a **simulation**, of a GPU with 1.8 GiB for a model of 50 million parameters. For the
 # recording, tensors under `FakeTensorMode` have shapes but no data, and the `fake` process group claims to have
-# four ranks and sends nothing. One process plays rank 0: save the script as `train.py` and run `python
-# train.py`, without `torchrun`.
+# four ranks and sends nothing. One process plays rank 0: save the script as `train.py` and run it with
+# `python train.py`, without `torchrun`.
 #
 # Each line of output gives, in GiB, the most that tensors occupy at one time and the most that the allocator
 # **reserves** for them if there is room; then the retries in steps 1 to 5 if there are only 1.8 GiB.
@@ -136,11 +136,11 @@ lesson.card(
 # ## Reserved and allocated
 #
 # Asking a GPU for memory (`cudaMalloc`) takes time, and giving it back (`cudaFree`) makes the program wait for
-# the GPU. PyTorch's **caching allocator** avoids both. It asks the GPU for **segments** and places tensors in
-# them, small ones many to a segment. When a tensor is freed, its place stays in a cache, where the next tensor
-# takes it if it is large enough. **Allocated** is what tensors occupy, and **reserved** is allocated plus cache.
-# Reserved is what has to fit on the GPU, beside the CUDA context and NCCL's buffers, which neither number
-# counts.
+# the GPU. PyTorch's **caching allocator** therefore does both rarely. It asks the GPU for **segments** and
+# places tensors in them, small ones many to a segment. When a tensor is freed, its place stays in a cache, where
+# the next tensor takes it if it is large enough. **Allocated** is what tensors occupy, and **reserved** is
+# allocated plus cache. Reserved is what has to fit on the GPU, beside the CUDA context and NCCL's buffers, which
+# neither number counts.
 #
 # The next cell fills a cache that is of no use: on a simulated GPU of 100 MiB it frees a tensor of 60 MiB and
 # then asks for 62, twice. The bars show the first round. Follow the light part, the cache.
