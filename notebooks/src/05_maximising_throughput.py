@@ -1,12 +1,18 @@
 # %% [markdown]
 # # 5 · Maximising throughput
 #
-# Which batch size should you take? **The one with the most samples per second, if the GPU refuses no request
-# for memory once the first steps are over. That is rarely the largest size that runs.** A refused request
-# raises no error at first: PyTorch's allocator gives back the memory that it had kept for later, and asks
-# again. This is a **cudaMalloc retry**, and it makes the step slower. To see it, time some steps of each size
-# and read `torch.cuda.memory_stats()["num_alloc_retries"]` before and after; `find_batch_size(step)` does
-# this on all ranks.
+# Which batch size trains the most samples per second? **Time several sizes, drop those at which the GPU keeps
+# running short of memory, and take the fastest of the rest. It is rarely the largest size that runs.**
+#
+# A batch that is too small leaves the GPU partly idle. One that is too large need not fail: when PyTorch finds
+# no room for a tensor, it first gives the GPU back the memory that it had kept for reuse, and asks again. This
+# is a **cudaMalloc retry**. It prints nothing, and it makes the step longer. To see retries, read
+# `torch.cuda.memory_stats()["num_alloc_retries"]` before and after some steps. `find_batch_size(step)` of this
+# series' library, `fsdp_utils`, searches on all ranks.
+#
+# The picture shows this lesson's small model on an H200 of which PyTorch was allowed only 1.4 to 2.1 GiB
+# (`torch.cuda.set_per_process_memory_fraction`). Each dot is a run of five steps, and its height is the speed of
+# the faster of the last two. Look at the left panel first: a single limit.
 
 # %% jupyter={"source_hidden": true}
 from ast import literal_eval
@@ -30,43 +36,50 @@ def zone_of(retries):
     return "retries that continue" if any(retries[-2:]) else "retries at first only"
 
 
-fig, (axes,) = plots.figure(width=8.0, height=3.2)
+fig, panels = plots.figure(2, width=9.6, height=3.4)
 ran = [(size, *one) for log in log_of.values() for size, one in log.items() if one]
-for zone in (*GOOD, "retries that continue"):
-    dots = [(size, size / seconds) for size, retries, seconds in ran if zone_of(retries) == zone]
-    axes.plot(*zip(*dots), "o", color=plots.RANK_COLORS[ZONES[zone]], markersize=5, label=zone)
-axes.set(title="measured on one H200", xlabel="batch size per rank", ylabel="samples per second", ylim=(300, 520))
-axes.set_xticks(range(16, 28))
-fig.legend(loc="outside lower center", ncols=3, frameon=False)
+scarce = [(size, *one) for size, one in log_of[1.8, False].items() if one]
+for axes, runs, title in zip(panels, (scarce, ran), ("H200, limited to 1.8 GiB", "H200, all limits and settings")):
+    for zone in (*GOOD, "retries that continue"):
+        dots = [(size, size / seconds) for size, retries, seconds in runs if zone_of(retries) == zone]
+        axes.plot(*zip(*dots), "o", color=plots.RANK_COLORS[ZONES[zone]], markersize=5, label=zone)
+    axes.set(title=title, xlabel="batch size per rank", xticks=range(16, 28), ylim=(300, 520))
+panels[0].set(ylabel="samples per second", xlim=(15.5, 22.5))
+panels[0].axvspan(20.5, 22.5, color=plots.RANK_COLORS[5], alpha=0.15, linewidth=0)
+panels[0].text(21.5, 410, "out of\nmemory", ha="center", va="center")
+fig.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
 plots.show(fig, alt="The fastest size is 16, and at each size the runs with retries are mostly the slower ones.")
 
 # %% [markdown]
-# Each dot is one run of five steps on an H200 that may use 1.5 to 2.1 GiB (the axis begins at 300). At the
-# same batch size, runs with retries in the last two steps (orange) are mostly the slower ones. The fastest
-# runs are those of 16, the smallest size that was measured. (A far smaller batch is slow: see "What a
-# larger batch gains".)
+# At 1.8 GiB, 16 is fastest: 485 samples per second. From 18 on there are still retries in the last two steps
+# (orange). 20 is the largest size that runs, and trains 11% fewer samples per second than 16. The right panel
+# adds the other limits, and a second setting of the allocator. At the same batch size the orange dots are mostly the
+# lower ones; the highest at 18, 20 and 22 had no retry in one of the two steps. Retries do not explain
+# everything: 17 is slower than 16 even without one, which is why you time sizes. 16 is the smallest that was
+# measured here; "What a larger batch gains" shows how slow a tiny batch is.
 
 # %% tags=["card"]
 lesson.card(
     5,
     learn="tell reserved from allocated memory, see retries, and choose a batch size by measuring",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 19, 18),
+    minutes=(1, 20, 18),
 )
 
 # %% [markdown]
 # ## The script
 #
-# At which sizes do retries begin, and why? A CPU has no allocator of this kind, so this script **simulates**
-# PyTorch's, for a model of 50 million parameters and a GPU that has 1.8 GiB to give. It prints what tensors
-# occupy, and what the allocator holds for them (**reserved**). First it records what five training steps of
-# one rank allocate and free. No GPU is needed for that: under `FakeTensorMode` tensors have
-# shapes and no numbers, and the `fake` process group sends nothing. FSDP2's calls are the real ones. Save it
-# as `train.py`, then `torchrun --nproc-per-node 4 train.py`.
+# At which size do retries begin, and why there? You can find out without a GPU. The script records what one rank
+# allocates and frees in five training steps with FSDP2, and replays the record by the rules of PyTorch's GPU
+# allocator. The replay is a **simulation**, of a GPU with 1.8 GiB for a model of 50 million parameters. For the
+# recording, tensors under `FakeTensorMode` have shapes but no data, and the `fake` process group claims to have
+# four ranks and sends nothing. One process plays rank 0: save the script as `train.py` and run it with
+# `python train.py`, without `torchrun`.
+#
+# Each line of output gives, in GiB, the most that tensors occupy at one time and the most that the allocator
+# **reserves** for them if there is room; then the retries in steps 1 to 5 if there are only 1.8 GiB.
 #
 # ```python
-# import os
-#
 # import torch
 # import torch.distributed as dist
 # from torch import nn
@@ -77,9 +90,8 @@ lesson.card(
 #
 # from fsdp_utils.allocator import record_allocations, simulate_allocator
 #
-# rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-# dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-# mesh = init_device_mesh("cpu", (world,))
+# dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+# mesh = init_device_mesh("cpu", (4,))
 #
 #
 # def record(batch_size):
@@ -97,36 +109,41 @@ lesson.card(
 #     return trace
 #
 #
-# if rank == 0:                                                         # each rank would print the same
-#     for batch_size in (20, 22, 24, 26):
-#         with FakeTensorMode():
-#             trace = record(batch_size)
-#         roomy = simulate_allocator(trace)                             # a GPU with room for everything
-#         tight = simulate_allocator(trace, limit_gib=1.8)
-#         sizes = f"tensors {trace.peak_gib:.2f} GiB, reserved {roomy.peak_reserved_gib:.2f} GiB if there is room"
-#         ends = "out of memory" if tight.out_of_memory else f"retries by step {tight.retries_by_step}"
-#         print(f"{batch_size}: {sizes}; with 1.8 GiB: {ends}")
+# print("batch  tensors  reserved  retries by step, with 1.8 GiB")
+# for batch_size in (20, 22, 24, 26):
+#     with FakeTensorMode():
+#         trace = record(batch_size)
+#     reserved = simulate_allocator(trace).peak_reserved_gib            # without a limit
+#     tight = simulate_allocator(trace, limit_gib=1.8)
+#     ends = "out of memory" if tight.out_of_memory else tight.retries_by_step
+#     print(f"{batch_size:5}  {trace.peak_gib:7.2f}  {reserved:8.2f}  {ends}")
 # dist.destroy_process_group()
 # ```
 # ```text
-# 20: tensors 1.44 GiB, reserved 1.69 GiB if there is room; with 1.8 GiB: retries by step [0, 0, 0, 0, 0]
-# 22: tensors 1.55 GiB, reserved 1.82 GiB if there is room; with 1.8 GiB: retries by step [0, 1, 1, 1, 1]
-# 24: tensors 1.66 GiB, reserved 1.86 GiB if there is room; with 1.8 GiB: retries by step [0, 1, 2, 2, 2]
-# 26: tensors 1.77 GiB, reserved 2.00 GiB if there is room; with 1.8 GiB: out of memory
+# batch  tensors  reserved  retries by step, with 1.8 GiB
+#    20     1.44      1.69  [0, 0, 0, 0, 0]
+#    22     1.55      1.82  [0, 1, 1, 1, 1]
+#    24     1.66      1.86  [0, 1, 2, 2, 2]
+#    26     1.77      2.00  out of memory
 # ```
 #
-# The tensors of all four sizes are smaller than 1.8 GiB. What PyTorch *reserves* for them is not, from 22 on,
-# and there the retries begin. (Delete `reshard_after_forward=False`, and 24 trains without a retry: each
-# block's full weights are then freed after its forward.)
+# By the column "tensors", all four sizes fit into 1.8 GiB. What the allocator wants to reserve is 0.20 to 0.27
+# GiB more. It passes 1.8 at 22, and there the retries begin. The first step of 22 and 24 still has none, because
+# AdamW's state does not exist before the first `optimizer.step()`. From then on every step has some. And 26
+# fails, though its tensors would fit. So there are two things to explain: what the additional memory is for, and
+# how a GPU can run out of memory before it is full.
 #
 # ## Reserved and allocated
 #
-# Asking a GPU for memory (`cudaMalloc`) takes time, and giving it back (`cudaFree`) makes the program wait
-# for the GPU. So PyTorch's **caching allocator** asks for segments, and places tensors in them: those below
-# 10 MiB share segments of 2 or 20 MiB, a larger one gets its own. When a tensor is freed, its place stays in
-# a cache, and the next tensor takes it if it is large enough. **Allocated** is what tensors occupy;
-# **reserved** is allocated plus cache. Reserved has to fit on the GPU, beside the CUDA context and NCCL's
-# buffers, which it does not count. The next cell replays four lines on a simulated GPU of 100 MiB.
+# Asking a GPU for memory (`cudaMalloc`) takes time, and giving it back (`cudaFree`) makes the program wait for
+# the GPU. PyTorch's **caching allocator** therefore does both rarely. It asks the GPU for **segments** and
+# places tensors in them, small ones many to a segment. When a tensor is freed, its place stays in a cache, where
+# the next tensor takes it if it is large enough. **Allocated** is what tensors occupy, and **reserved** is
+# allocated plus cache. Reserved is what has to fit on the GPU, beside the CUDA context and NCCL's buffers, which
+# neither number counts.
+#
+# The next cell fills a cache that is of no use: on a simulated GPU of 100 MiB it frees a tensor of 60 MiB and
+# then asks for 62, twice. The bars show the first round. Follow the light part, the cache.
 
 # %%
 import torch
@@ -136,33 +153,44 @@ from fsdp_utils.lessons.tables import Table
 
 MIB = 2**20
 with record_allocations() as trace:
-    a = torch.empty(60 * MIB, dtype=torch.uint8)
-    b = torch.empty(30 * MIB, dtype=torch.uint8)
-    del a
-    c = torch.empty(62 * MIB, dtype=torch.uint8)
+    for _ in range(2):
+        a = torch.empty(60 * MIB, dtype=torch.uint8)
+        b = torch.empty(30 * MIB, dtype=torch.uint8)
+        del a
+        c = torch.empty(62 * MIB, dtype=torch.uint8)
+        del b, c
 
 run = simulate_allocator(trace, limit_gib=100 / 1024)
-assert run.num_alloc_retries == 1
-Table(
-    ["the program", "allocated, MiB", "reserved, MiB"],
-    [
-        [f"{event.kind} {event.size // MIB} MiB", allocated // MIB, reserved // MIB]
-        for event, allocated, reserved in zip(trace.events, run.allocated, run.reserved)
-    ],
-)
+print("retries in two rounds:", run.num_alloc_retries)
+
+# %% jupyter={"source_hidden": true}
+held = [(now // MIB, most // MIB) for now, most in zip(run.allocated, run.reserved)]
+assert held[:4] == [(60, 60), (90, 90), (30, 90), (92, 92)]  # after each line of the first round
+lines = ["a = 60 MiB", "b = 30 MiB", "del a", "c = 62 MiB: refused,\ncache given back", "asked again"]
+looks = {"allocated": plots.RANK_COLORS[0], "cache": plots.RANK_COLORS[4], "left on the GPU": plots.FAINT}
+fig, (axes,) = plots.figure(width=8.0, height=2.9)
+for place, (now, most) in enumerate([*held[:3], (30, 30), held[3]]):    # as it retries, only b's segment is left
+    for size, left, (name, color) in zip((now, most - now, 100 - most), (0, now, most), looks.items()):
+        axes.barh(place, size, 0.6, left, color=color, label=None if place else name)
+        axes.text(left + size / 2, place, size or "", ha="center", va="center", color="black" if left else "white")
+axes.set(yticks=range(5), yticklabels=lines, xlim=(0, 100), xlabel="MiB", title="one retry, simulated")
+axes.invert_yaxis()
+fig.legend(loc="outside lower center", ncols=3, frameon=False)
+plots.show(fig, alt="After del a, 60 MiB are cached and 10 left: too little in one place for 62. The cache is given back.")
 
 # %% [markdown]
-# After `free`, reserved stays at 90. The last request finds no cached place of 62 MiB, and the GPU has only
-# 10 left. So the allocator gives the cached 60 MiB back and asks again, and now it works: 30 + 62 = 92. That
-# is one retry.
+# `del a` moves 60 MiB from allocated to cache, and reserved stays at 90. Then `c` needs 62 MiB in one place. The
+# cached place has 60 and the GPU has 10 left, so the GPU refuses. The allocator gives the cached segment back,
+# the GPU has 70 left, and the second request succeeds: one retry. The second round has none, because the cached
+# 62 MiB serve `a` as well as `c`. A training step asks for many more sizes. Where the GPU is too small for a
+# cache that serves them all, retries continue.
 #
 # ## Why the cache is so large
 #
-# In the script, reserved is 0.20 to 0.27 GiB more than the tensors. The next cells record its model again,
-# and replay it without a limit in three ways. (Only sizes 16, 24 and 32 are recorded. Those between are
-# interpolated, tensor by tensor, which gives exactly the recorded 24.)
+# The next cell takes the script's model at five sizes and replays it without a limit. Compare "reserved" with
+# the column "tensors", and then with the two on its right, each of which takes one cause away.
 
-# %%
+# %% jupyter={"source_hidden": true}
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -197,16 +225,17 @@ dist.destroy_process_group()
 from dataclasses import replace
 
 
-def between(size):
-    """The trace of a batch size from 16 to 32."""
-    def grown(a, b):
-        return a.size + (b.size - a.size) * (size - 16) // 16
-    return AllocationTrace([replace(a, size=grown(a, b)) for a, b in zip(smallest, largest, strict=True)])
+def between(size):                              # recording 17 sizes would take long: each allocation grows evenly
+    grown = [a.size + (b.size - a.size) * (size - 16) // 16 for a, b in zip(smallest, largest, strict=True)]
+    return AllocationTrace([replace(event, size=bytes) for event, bytes in zip(smallest, grown)])
 
 
 assert between(24).events == middle             # each event and each size
 traces = {size: between(size) for size in range(16, 33)}
-one_stream = {s: AllocationTrace([replace(event, stream=0) for event in t.events]) for s, t in traces.items()}
+
+
+def on_one_stream(trace):
+    return AllocationTrace([replace(event, stream=0) for event in trace.events])
 
 
 def reserved(trace, **how):
@@ -216,30 +245,33 @@ def reserved(trace, **how):
 Table(
     ["batch size", "tensors, GiB", "reserved, GiB", "on one stream", "expandable segments"],
     [
-        [s, round(traces[s].peak_gib, 2), reserved(traces[s]), reserved(one_stream[s]),
-         reserved(traces[s], expandable_segments=True)]
-        for s in (16, 20, 24, 28, 32)
+        [size, round(traces[size].peak_gib, 2), reserved(traces[size]), reserved(on_one_stream(traces[size])),
+         reserved(traces[size], expandable_segments=True)]
+        for size in (16, 20, 24, 28, 32)
     ],
     note="Simulated, without a limit.",
 )
 
 # %% [markdown]
-# Two things make the cache large. The first is **streams**, queues of GPU work that run side by side. FSDP2
-# gathers in one and reduces in another while a third computes, and a cached place of one stream does not
-# serve another. With all tensors on one stream, reserved falls by 0.07 to 0.13 GiB. The second is **pieces**:
-# a request needs one free place that is large enough, and free memory lies in pieces between tensors that
-# still live. A retry does not help there: it can only give back segments in which no tensor lives. This is
-# how 26 runs out of memory, with tensors of 1.77 GiB on a GPU of 1.8.
+# The first cause is **streams**, queues of GPU work that run side by side. FSDP2 gathers weights in one stream
+# and reduces gradients in another while a third computes. The allocator keeps a cache for each, and a place in
+# one does not serve another. With all tensors on one stream, reserved would fall by 0.07 to 0.13 GiB.
 #
-# `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, set before the program starts, is PyTorch's remedy for
-# pieces: a segment grows page by page, in place of many segments of fixed size. Each stream still has its
-# own.
+# The second cause is **pieces**. A tensor needs one free place that is large enough, but free memory lies
+# between tensors that still live, and a retry can only give back segments in which no tensor lives. This is how
+# 26 fails at 1.8 GiB: it asks for 0.10 when tensors hold 1.67. After giving back what it can, the allocator
+# holds 1.73, which leaves 0.07 on the GPU and another 0.07 in pieces: enough together, but nowhere 0.10 in a
+# row.
+#
+# PyTorch's remedy for pieces is `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, set before the program
+# starts: segments grow by pages. Each stream still has its own, and reserved falls by 0.06 GiB at most.
 #
 # ## Three zones, at every limit
 #
-# One limit could be an accident. The left panel replays the model at 25 limits. The other two are what the
-# H200 did at eight: `benchmarks/gpu.py` trained the same model there (torch 2.11) as one rank of a `fake`
-# group of four. Its collectives send nothing; the allocator, kernels and streams are real.
+# The limit of 1.8 GiB could be an accident, so the next cell replays 17 sizes at 25 limits. Beside it stand runs
+# of the same model on the H200 (`benchmarks/gpu.py`, torch 2.11), as one rank of a `fake` group of four: its
+# collectives send nothing; the allocator, kernels and streams are real. Read a row from left to right, as if you
+# raised the batch size on one GPU. White was not measured.
 
 # %% tags=["regimes", "on-a-gpu"]
 def simulated(trace, limit):
@@ -283,44 +315,46 @@ def largest_good(row):                          # the size up to which all are g
 inside = [row for row in maps["simulated"].values() if largest_good(row) > 15 and row[-1] == "out of memory"]
 widths = [row.count("retries that continue") for row in inside]
 assert (len(inside), widths.count(0), {*widths}) == (16, 1, {0, 1, 2, 3})
-alone = {limit: [simulated(trace, limit) for trace in one_stream.values()] for limit in limits}
-assert not any("retries that continue" in row for row in alone.values())
-pairs = [pair for at in limits for pair in zip(maps["simulated"][at], alone[at])]
-then = [other for zone, other in pairs if zone == "retries that continue"]
-assert (len(then), then.count("out of memory")) == (40, 18)
 usual, growing = maps["H200"], maps["H200, expandable segments"]
 some = [at for at in growing if largest_good(growing[at]) > 15]
 assert some == [1.6, 1.7, 1.8, 1.9, 2.0, 2.1]
 assert [largest_good(growing[at]) - largest_good(usual[at]) for at in some] == [1, 1, 2, 1, 0, 1]
 assert {usual[at].count("retries that continue") for at in some[1:]} == {3, 4}      # at 1.6 none is good
-saved = [round(reserved(traces[s]) - reserved(one_stream[s]), 2) for s in (16, 20, 24, 28, 32)]
+assert {growing[at].count("retries that continue") for at in some} == {2, 3, 4, 5}
+ours = {at: largest_good([simulated(trace, at) for trace in traces.values()]) for at in some}
+assert all(ours[at] > largest_good(theirs[at]) for at in some for theirs in (usual, growing))
+shown = [traces[size] for size in (16, 20, 24, 28, 32)]
+saved = [round(reserved(trace) - reserved(on_one_stream(trace)), 2) for trace in shown]
 assert (min(saved), max(saved)) == (0.07, 0.13)
+assert f"{max(reserved(trace) - reserved(trace, expandable_segments=True) for trace in shown):.2f}" == "0.06"
 more = [reserved(traces[s]) - traces[s].peak_gib for s in (20, 22, 24, 26)]
 assert (f"{min(more):.2f}", f"{max(more):.2f}") == ("0.20", "0.27")
+failed = simulate_allocator(traces[26], limit_gib=1.8).out_of_memory
+asked, kept, most = failed.requested_gib, failed.allocated_gib, failed.reserved_gib
+assert [round(size, 2) for size in (asked, kept, most, 1.8 - most, most - kept)] == [0.1, 1.67, 1.73, 0.07, 0.07]
 
 # %% [markdown]
-# A band of retries (orange) separates the sizes that train well from those that run out of memory. In the
-# simulation it is one to three sizes wide, at 15 of the 16 limits at which some size trains well and some
-# runs out of memory. On the H200 it begins at smaller sizes, at the limits where any size is good, and is
-# three or four sizes wide, with expandable segments two to five. One likely cause is the kernels'
-# workspaces, which no trace of tensors sees. (With all tensors on one stream the simulation has no orange:
-# of its 40 orange places 22 then train, and 18 run out of memory.)
+# Most rows pass the same zones, and the orange one is the one to know about: the program trains, prints nothing,
+# and retries in step after step. In the simulation it is one to three sizes wide, at 15 of the 16 limits at
+# which some size trains well and some runs out of memory. On the H200, at the limits where any size is good, it
+# begins at smaller sizes, perhaps because kernels also allocate workspaces, which the trace does not see. It is
+# three or four sizes wide there, or two to five with expandable segments.
 #
-# At the lower edge retries may stop after a few steps (blue): the cache has then found a shape that serves
-# every request. Such a size is called good here: no retry in the last two of five steps. In a long run, keep
-# watching the counter. Above the edge retries continue. Advice like "the largest batch
-# that runs" usually ends in the orange band, and so can tools that lower the batch size until no error comes,
-# such as Accelerate's `find_executable_batch_size`.
+# Blue is fine: after a few retries the cache serves every request. This lesson calls a size **good** if the last
+# two of five steps have no retry; in a long run, keep watching the counter.
 #
-# Expandable segments made one or two more sizes good on the H200, at five of the six limits where any was.
-# They are worth a try, but they do not remove the band.
+# So "the largest batch that runs" usually ends in the orange zone, and so can tools that lower the batch size
+# until no error comes, such as Accelerate's `find_executable_batch_size`. Two settings make more sizes good.
+# Expandable segments did so for one or two, at five of the six limits where any was good. And in the script,
+# delete `reshard_after_forward=False`, and 24 trains without a retry: FSDP2 then frees each block's full weights
+# after its forward, and gathers them again for backward.
 #
 # ## What a larger batch gains
 #
-# A step has costs that do not grow with the batch: the optimizer's step, the CPU's work of starting
-# kernels, and FSDP's all-gathers and reduce-scatters. A small batch pays them for few samples. The next
-# cell reads two runs of a Llama (16 layers, width 2,048, bf16) on an H200, as a single rank: one sample of
-# 512 tokens a step, and four of 2,048.
+# Why not take a tiny batch, then? A step has costs that do not grow with the batch: the optimizer's step, the
+# CPU's work of starting kernels, and FSDP's all-gathers and reduce-scatters. A small batch pays them for few
+# samples. The next cell reads two runs of another model, a Llama of 16 layers and width 2,048 in bf16, on an
+# H200 as a single rank: one with a sample of 512 tokens a step, one with four of 2,048.
 
 # %% tags=["gain"]
 import re
@@ -335,16 +369,15 @@ rows.sort()
 Table(["tokens a step", "seconds", "tokens per second"], rows)
 
 # %% [markdown]
-# 16 times as many tokens take 1.3 times as long: 12 times the throughput. (This is another model, without
-# communication.) The gain ends where the GPU is busy. In the first figure no size above 16 (4,096 tokens) is
-# faster: they need more memory, and 17 is slower even without a retry.
+# 16 times as many tokens take 1.3 times as long, which is 12 times the throughput. The gain ends where the GPU
+# is busy. In the first picture it has ended: at each limit, no size above 16 (4,096 tokens) is faster.
 #
 # ## What a retry costs
 #
-# To give memory back (`cudaFree`, or unmapping pages of expandable segments), the program waits for the GPU.
-# The next cell takes the H200's runs that had retries in both of their last two steps, and compares the
-# faster of these steps with the median run of the same batch size, at any limit and setting, in which at
-# least one of the two steps had none.
+# To give memory back, the program waits until the GPU has finished its work, and then the GPU idles until the
+# next kernel is launched. The next cell takes the H200's runs with retries in both of their last two steps. It
+# compares the faster of these steps with the median run of the same size, at any limit and setting, in which at
+# least one of the two had none.
 
 # %% tags=["cost"]
 from statistics import median
@@ -378,29 +411,25 @@ for log in log_of.values():
         assert zone_of(log[max(rates)][0]) == "retries that continue"
         slower.append(1 - rates[max(rates)] / rates[16])
 assert (len(slower), f"{min(slower):.0%}", f"{max(slower):.0%}") == (11, "4%", "35%")
+first = {size: size / seconds for size, _, seconds in scarce}
+assert (round(first[16]), max(first), f"{1 - first[20] / first[16]:.0%}") == (485, 20, "11%")
 assert (rows[1][0] / rows[0][0], round(rows[1][1] / rows[0][1], 1), round(rows[1][2] / rows[0][2])) == (16, 1.3, 12)
 
 # %% [markdown]
-# Read the least with care: runs of 16 without retries differ by 6% among themselves (31.7 to 33.6 ms). With
-# expandable segments retries cost more here. And with several GPUs every rank waits for the slowest one, so
-# one rank's retry costs all of them.
+# A step with retries takes 7% longer in the median, and 19% with expandable segments, whose retries cost more
+# here. The least, 2%, says little: runs of 16 without retries differ by up to 6% among themselves. With several
+# GPUs every rank waits for the slowest, so one rank's retries slow all of them down.
 #
-# At 11 of the 16 settings (eight limits, with and without expandable segments) some size was good. At each of
-# them the largest size that runs had retries, and trained 4 to 35% fewer samples per second than 16. Retries
-# are one part of that. The size itself is the other: without a retry in the timed steps, 17 trains 9% fewer
-# than 16, and 22 1% fewer. Sizes below 16 were not measured, so a smaller one may be as fast.
+# At 11 of 16 settings (eight limits, with and without expandable segments) some size was good. At each of them
+# the largest size that ran had retries, and trained 4 to 35% fewer samples per second than 16. Part of that is
+# the size itself: without a retry in the timed step, 17 trains 9% fewer than 16, and 22 trains 1% fewer.
 #
-# So samples per second decide. Then why look at retries at all? Because a short test can miss what they
-# cost: at 2.1 GiB, size 22 retried in every second step, and its other steps were fast. And because retries
-# say that the GPU is full: a longer sequence may find no memory.
-#
-# In 2022 the author of the [videos](../videos.md) measured a vision transformer of 1.986 billion parameters:
-# 5.46 s a step at batch size 16, and 7.26 s at 17, with nine retries in five steps: 20% fewer images per
-# second.
+# If speed decides, why look at retries at all? A short test can miss what they cost: at 2.1 GiB, size 22 retried
+# in steps 2 and 4, and step 5 was fast. And a GPU that retries is full: a longer sequence may find no memory.
 #
 # ## On your ranks
 #
-# By hand, on a GPU, with a `step(batch_size)` that trains one step (forward, backward, optimizer):
+# By hand, on a GPU, this measures one size. `step(batch_size)` trains one step: forward, backward, optimizer.
 #
 # ```python
 # import time
@@ -421,21 +450,19 @@ assert (rows[1][0] / rows[0][0], round(rows[1][1] / rows[0][1], 1), round(rows[1
 # print(2 * batch_size / (time.perf_counter() - begin), "samples/s,", retries() - before, "retries")
 # ```
 #
-# `find_batch_size(step)` searches in this way on all ranks. It doubles the batch size until a trial fails,
-# then halves the distance. A trial of five steps fails if any rank runs out of memory, or has a retry in
-# the last two steps. Of the sizes that pass, it takes the fastest, and of several within 2% the largest.
-# Four things to know:
+# `find_batch_size(step)` does this for many sizes, on all ranks together. It doubles the size until a trial of
+# five steps fails, and then halves the distance between the last good size and the first bad one. A trial fails
+# if any rank runs out of memory, or has a retry in the last two steps. Of the sizes that pass, it takes the
+# fastest, and of several within 2% the largest. Before you call it:
 #
-# - after out of memory it can go on with FSDP2 from torch 2.13 on, and not with FSDP1. With several ranks,
-#   out of memory after the first two steps of a trial ends the search: start the job again, with a smaller
-#   `limit`;
-# - let `step` use your longest sequence: memory grows with the number of tokens;
-# - the steps really train, so build model and optimizer anew afterwards;
-# - another batch size changes the training: make up for it by gradient accumulation, or adapt the learning
-#   rate.
+# - let `step` use your longest sequence, as memory grows with the number of tokens;
+# - build model and optimizer anew afterwards, because the steps really train;
+# - use FSDP2 and torch 2.13 or later, as otherwise out of memory ends the search. On several ranks, out of memory
+#   after the first two steps of a trial always ends it: start the job again, with a smaller `limit`;
+# - another batch size changes the training: make up for it by gradient accumulation, or adapt the learning rate.
 #
-# `Memory_Maximizer` then counts retries and memory on all ranks while you train. On a CPU, as here, the
-# search needs a `limit`, and there are no retries to see.
+# The next cells run the search on this machine's ranks, and then train ten steps under `Memory_Maximizer`, which
+# counts memory and retries on all ranks. On a CPU the search needs a `limit`.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -474,9 +501,9 @@ with Memory_Maximizer() as watch:
         watch.update(samples=search.best)
 
 # %% [markdown]
-# Seconds and bytes differ from run to run, and the answer is the same on every rank. On a CPU the report
-# shows *resident* memory, which is what the system holds for the whole process. On a GPU it shows *reserved*
-# memory, the retries, and the fullest rank, which limits all others.
+# A CPU has no retries to count ("-"), so speed alone decides here. The numbers differ from run to run; the
+# answer is the same on every rank. The report is how you check a long run: on a GPU it shows *reserved* memory
+# on the fullest rank, which limits all others, and the retries, which should stop.
 
 # %% jupyter={"source_hidden": true} tags=["check", "watched"]
 assert len(set(ranks.get("search.best"))) == 1
@@ -485,16 +512,19 @@ assert set(ranks.get("watch.report.steps")) == {10}
 # %% [markdown]
 # ## Your turn 1 · Choose from an H200's logs
 #
-# Write the rule. `log` is what the H200 measured under one limit. For each batch size, `log[size]` is `None`
-# if it ran out of memory, else two values: the retries of each of five steps, and the seconds of a step (the
-# faster of the last two). A size is good if neither of its last two steps retried. Return the good size with
-# the most samples per second, and 0 if no size is good. Your rule is run on five logs. A part of
-# one, at 2.1 GiB, is printed below: which size is right there?
+# **Goal:** write this lesson's rule: choose a batch size from what the H200 measured at one limit.
+#
+# **Given:** a dict `log`. `log[size]` is `None` if that size ran out of memory, otherwise `(retries, seconds)`:
+# a list with the retries of steps 1 to 5, and the seconds of the faster of the last two.
+#
+# **Return:** of the sizes without a retry in steps 4 and 5, the one with the most samples per second; 0 if none.
+#
+# Five logs are tried. The next cell prints part of one, at 2.1 GiB: which size is right there?
 #
 # <details><summary>Hint</summary>
 #
-# First keep the sizes that are good: no retry in either of the last two steps. Then compare samples per
-# second. Of the sizes below, 23 is right: 22 and 24 are faster, and their retries continue.
+# First keep the good sizes, then compare `size / seconds`. Below, 23 is right: 22 and 24 are faster, and their
+# retries continue.
 #
 # </details>
 
@@ -541,7 +571,8 @@ def score_choice(my_choice):
 # %%
 # %%turn 1
 def my_choice(log):
-    return None                                 # your lines here
+    # for each size: log[size] is None, or (retries, seconds), such as ([0, 1, 0, 0, 0], 0.045)
+    return None                                 # one of the sizes, or 0
 
 
 # %% tags=["solution"] turn=1
@@ -617,15 +648,20 @@ def my_choice(log):                             # does not expect None
 # %% [markdown]
 # ## Your turn 2 · One answer for all ranks
 #
-# One rank may run out of memory where the others do not. If each rank decided for itself, they would go on to
-# different sizes, train different numbers of steps, and in the end wait for each other. Here
-# `step(batch_size)` is a whole trial: it trains some steps on this rank and returns the retries of the last
-# two, or raises `torch.OutOfMemoryError`. Your function runs on every rank. Return True on all ranks if no
-# rank ran out of memory and no rank had a retry, and False on all ranks otherwise. `torch`, `dist` and
-# `device` are those of the search's cell above.
+# **Goal:** make all ranks agree whether a batch size is good. If each decided for itself, they would go on to
+# different sizes, and in the end wait for each other.
 #
-# (This `step` has no collective. In a real one the other ranks would wait for the rank that failed, so
-# `find_batch_size` sends the failure to them.)
+# **Given:** `step(batch_size)`, a whole trial on this rank. It returns the retries of its last two steps, or
+# raises `torch.OutOfMemoryError`. `torch`, `dist` and `device` are those of the search's cell.
+#
+# **Return**, on every rank: True if no rank ran out of memory and none had a retry, otherwise False.
+#
+# <details><summary>Hint</summary>
+#
+# Turn what happened on this rank into a number, and sum it over the ranks with one `dist.all_reduce`, which the
+# rank that ran out of memory has to reach, too.
+#
+# </details>
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -657,7 +693,9 @@ def score_trial(my_trial):
 # %%
 # %%turn 2
 def my_trial(step, batch_size):
-    return None                                 # your lines here
+    # 1. call step, and note whether it failed or retried on this rank
+    # 2. one collective that every rank calls
+    return None                                 # True or False, the same on every rank
 
 
 # %% tags=["solution"] turn=2
@@ -746,15 +784,15 @@ def my_trial(step, batch_size):                 # what rank 0 has seen
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | steps take longer than with a slightly smaller batch, and memory is nearly full | retries | read `num_alloc_retries` before and after some steps; a smaller batch |
+# | steps take longer than with a slightly smaller batch | retries | read `num_alloc_retries` before and after some steps; a smaller batch |
 # | `CUDA out of memory`, with gigabytes "reserved by PyTorch but unallocated" | the cache is in pieces that do not serve the request | `expandable_segments:True`; a smaller batch |
-# | `CUDA out of memory`, and you don't know what fills it | unknown, so look | `torch.cuda.memory._record_memory_history()` before the first step; in `except torch.OutOfMemoryError`, `torch.cuda.memory._dump_snapshot(f"rank-{rank}.pickle")`; drop the file on [pytorch.org/memory_viz](https://pytorch.org/memory_viz), or replay it: `AllocationTrace.from_snapshot(pickle.load(open(file, "rb")))` |
-# | one rank runs out of memory, and the others hang | they wait in a collective that it never calls | in training: stop the job, and take a smaller batch on all ranks. In a search: `find_batch_size(step)` sends a failure in the first two steps of a trial to the other ranks; turn 2 alone is enough only for a step without collectives |
+# | `CUDA out of memory`, and you don't know what fills the GPU | the allocator's history tells | `torch.cuda.memory._record_memory_history()` before the first step; in `except torch.OutOfMemoryError`, `torch.cuda.memory._dump_snapshot(f"rank-{rank}.pickle")`; drop the file on [pytorch.org/memory_viz](https://pytorch.org/memory_viz) |
+# | one rank runs out of memory, and the others hang | they wait in a collective that it never calls | stop the job, and take a smaller batch on all ranks; `find_batch_size(step)` tells the other ranks, in the first two steps of a trial |
 # | slower since `torch.cuda.empty_cache()` runs in each step | it gives back every segment in which no tensor lives, as a retry does | leave it out |
 #
 # ## The rule
 #
-# Take the fastest batch size whose retries have stopped, on all ranks: `find_batch_size(step)`. A full GPU
+# Take the fastest batch size whose retries have stopped on all ranks: `find_batch_size(step)`. A full GPU
 # without an error is no proof of speed.
 #
 # [← lesson 4](04_backward_prefetch.ipynb) · [lesson 6 →](06_sharding_strategies.ipynb)
