@@ -3,8 +3,8 @@
 #
 # A GPU fails, the host runs out of memory, the scheduler takes its nodes back: long runs get killed. What makes a
 # run survive? **It saves, every N steps, everything that the next step depends on; a save counts only once all
-# ranks have written it; and every start begins by loading the newest save.** Then a kill costs about N steps and
-# a restart, and the losses are those of a run that nobody killed.
+# ranks have written it; and every start begins by loading the newest save.** Then a kill costs a restart
+# and about N steps at most, and the losses are those of a run that nobody killed.
 #
 # The drawing shows such a run. Three ranks save every ten steps (squares). After step 17 rank 1 is killed, which
 # ends the other two as well. Two new ranks load the checkpoint of step 10 and train to the end.
@@ -23,7 +23,7 @@ plots.life_of_a_run(
 )
 
 # %% [markdown]
-# Why do all ranks end with one? Fully sharded, each rank keeps a part of the model that no other rank has, and
+# Why do all ranks end with one? With full sharding, each rank keeps a part of the model that no other rank has, and
 # every collective waits for all of them. So you need this as soon as a run lasts longer than you are willing to
 # repeat, and the more GPUs you use, the sooner one of them fails. Below you kill such a run and see what it costs.
 
@@ -41,8 +41,8 @@ lesson.card(
 # Save it as `train.py` and start it with `torchrun --nproc-per-node 4 train.py`. The function `train` is the loop to
 # take home. It uses the two calls of [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb):
 # `load_distributed` loads the newest complete checkpoint into the model and the optimizer, on any number of ranks,
-# and `save_distributed` writes one. The lines below `train` stand for three runs: one that nobody disturbs, and two
-# that stop after step 17 and start again. Of these, one loads everything, and the other forgets the optimizer.
+# and `save_distributed` writes one. The lines below `train` make three runs: one undisturbed, and two that stop
+# after step 17 and start again. One of these two loads everything, and the other forgets the optimizer.
 #
 # ```python
 # import tempfile
@@ -95,24 +95,24 @@ lesson.card(
 #     resumed = train(f"{folders[0]}/{loaded}", load_optimizer=load_optimizer)
 #     off = [abs(loss / right[step] - 1) for step, loss in resumed.items()]
 #     if rank == 0:
-#         print(f"{loaded} loaded: steps {min(resumed)} to {max(resumed)}, off by {off[0]:.1%}, later up to {max(off):.1%}")
+#         print(f"{loaded} loaded: from step {min(resumed)}, loss off by {off[0]:.1%}, later by up to {max(off):.1%}")
 # dist.destroy_process_group()
 # ```
 # ```text
-# model and optimizer loaded: steps 11 to 40, off by 0.0%, later up to 0.0%
-# model alone loaded: steps 11 to 40, off by 0.0%, later up to 3.9%
+# model and optimizer loaded: from step 11, loss off by 0.0%, later by up to 0.0%
+# model alone loaded: from step 11, loss off by 0.0%, later by up to 3.9%
 # ```
 #
-# Each line compares a run that was started again with the undisturbed one, loss by loss on rank 0: first at step 11,
-# then at the step where they differ most. Both runs stopped after step 17, and their newest checkpoint was that of
-# step 10. So both train steps 11 to 17 a second time. In the first line these seven steps are all that the stop
-# cost, as every loss is the same.
+# Each line compares the losses of a run that was started again with the undisturbed ones: first at step 11, then at
+# the step where they differ most. Both runs stopped after step 17, and their newest checkpoint was that of step 10.
+# So both train steps 11 to 17 a second time. In the first line these seven steps are all that the stop cost, as every
+# loss is the same.
 #
 # The second line is the mistake to fear, because nothing fails. At step 11 the loss is still right: it is computed
 # from the weights, and they were loaded. Then the optimizer acts, and its averages are empty. AdamW begins as at
 # step 1 of a run: it divides each gradient by its own size, so every weight moves by about the learning rate,
-# however small the gradient is. From then on this is another run, by up to 3.9% in the loss. You wouldn't notice
-# that in a noisy curve. So when you test a resume, compare several steps with an undisturbed run, not one.
+# however small the gradient is. From then on this is another run, with losses up to 3.9% off. You wouldn't
+# notice that in a noisy curve. So when you test a resume, compare several steps with an undisturbed run, not one.
 #
 # ## What does the next step depend on?
 #
@@ -212,25 +212,25 @@ Table(
 )
 
 # %% [markdown]
-# None of these mistakes raises an error, and only the wrong samples are far off. That samples repeat is also the
-# mistake that costs most in a real run: the model sees the first part of the data again and again, and the last part
-# never.
+# Only the first row is the same run. None of the other three raises an error, and as in the script, the forgotten
+# optimizer is invisible at step 11. The position in the data is off the most. It's also the costliest in a real run:
+# if each start begins with the first sample, the later ones are rarely seen.
 #
 # ## A real kill
 #
-# So far the run stopped by itself. Now it is killed for real. `fsdp_utils.train` is this library's training program,
-# with a loop like the script's: it trains a model of the transformers library, or your own
-# ([lesson 17](17_fine_tune_three_ways.ipynb)). Here a small Llama learns to write dates in ISO form. In a
-# terminal you'd type
+# So far the runs stopped by themselves; this one is killed. `fsdp_utils.train` is this library's training program, with
+# a loop like the script's, for models of the transformers library or your own
+# ([lesson 17](17_fine_tune_three_ways.ipynb)). Here a small Llama learns to write dates in ISO form. In a terminal
+# you'd type
 #
 # ```sh
-# torchrun --standalone --nproc-per-node 3 -m fsdp_utils.train --out killed --steps 40 --save_every 10 \
+# torchrun --standalone --nproc-per-node 3 -m fsdp_utils.train --out killed --steps 30 --save_every 10 \
 #     --data.source fsdp_utils.lessons.tasks:dates_llama --data.batch_size 12 --optim.lr 0.003
 # ```
 #
 # The cell below does that with `start`, waits until step 15 is done, and sends SIGKILL to rank 1. No program can
-# catch this signal; Linux sends it when a host runs out of memory. (A folded cell has `start`, `wait_for` and
-# `metrics`, which returns the losses that rank 0 has written to a file.) Look at what torchrun reports.
+# catch this signal; Linux sends it when a host runs out of memory. (`start`, `wait_for` and
+# `metrics`, which reads the losses from a file, are in the folded cell.) Look at what torchrun reports.
 
 # %% jupyter={"source_hidden": true}
 import json
@@ -252,7 +252,7 @@ home, folder = Path.cwd(), Path(tempfile.mkdtemp())
 os.chdir(folder)
 world = min(3, len(ranks.get("0")))
 device = "auto" if ranks.get("device.type")[0] == "cuda" else "cpu"
-OPTIONS = f"--steps 40 --save_every 10 --data.source fsdp_utils.lessons.tasks:dates_llama --parallel.device {device}"
+OPTIONS = f"--steps 30 --save_every 10 --data.source fsdp_utils.lessons.tasks:dates_llama --parallel.device {device}"
 
 
 def start(out, ranks):
@@ -293,16 +293,14 @@ print("torchrun's exit code:", exit_code)
 print(*re.findall(r"(?:rank|exitcode) +: -?\d+", log[log.index("Root Cause") :]), sep="\n")
 
 # %% [markdown]
-# torchrun exits with 1, so a scheduler sees that the job failed. Under `Root Cause` it prints the rank that failed
-# first: rank 1, with exit code -9, which means killed by signal 9, SIGKILL. The other ranks failed after it. Their
-# next collective raises an error, as gloo finds the connection closed; with NCCL it may wait instead, until torchrun
-# ends these processes. (If a whole host loses power, nothing closes the connection. Then the others wait for the
-# process group's time-out, by default 10 minutes with NCCL and 30 with gloo.)
+# torchrun exits with 1: the job failed. Under `Root Cause` it prints the rank that failed first, rank 1, with exit code
+# -9: killed by signal 9, SIGKILL. The other ranks fail after it, in their next collective, because gloo finds the
+# connection closed. (With NCCL they may wait there instead, until torchrun ends them.)
 #
 # Now the same command again, on one rank less. The program finds the checkpoint and continues with the first sample
 # after it. The batch stays at 12 samples for all ranks together, so a step means the same on two ranks as on three.
-# In the figure the grey line is a run on one rank that nobody disturbed. Look at the shaded steps, which were trained
-# twice, and at whether a coloured line leaves the grey one.
+# In the figure, the thick grey line is an undisturbed run on one rank, and the shaded steps are those trained twice.
+# See whether a coloured line leaves the grey one.
 
 # %% tags=["seam"]
 running = start("killed", ranks=world - 1)
@@ -327,7 +325,7 @@ plots.show(fig, alt="The losses of a run that was killed and resumed lie on thos
 
 # %% [markdown]
 # No line leaves the grey one: all losses are those of the undisturbed run to within 0.1% (asserted in the cell). They
-# aren't equal to the last bit, because one, two and three ranks add up the same numbers in different orders.
+# aren't always equal to the last bit, because one, two and three ranks add up the same numbers in different orders.
 #
 # torchrun can also start the ranks again by itself: `--max-restarts=3`. Your loop needs nothing more for it, since
 # every start begins by loading.
@@ -335,7 +333,7 @@ plots.show(fig, alt="The losses of a run that was killed and resumed lie on thos
 # ## What does a kill cost?
 #
 # The steps since the last complete checkpoint, and the time until the ranks train again. To see both, a longer run on
-# four CPU ranks, which saves every five steps, was disturbed 25 times in five ways. Compare the third column with the
+# four CPU ranks, saved every five steps, was disturbed 25 times in five ways. Compare the third column with the
 # five steps between two saves, and the fourth with the half second that a step of this run takes.
 
 # %% jupyter={"source_hidden": true}
@@ -367,9 +365,9 @@ Table(
 # alone stops nobody: that save fails, and training goes on. At SIGTERM, which schedulers send as a warning, the
 # program saves at the end of the step and leaves, so nothing is repeated.
 #
-# **Seconds.** A restart takes about 20 seconds. The repeated steps are two of them; the rest is ending the old ranks,
-# starting four new ones on two cores, and loading. A frozen rank costs 20 seconds more, because the program calls a
-# rank hung only after it made no progress for so long (`--hang_s`, set to 20 here).
+# **Seconds.** A restart takes about 20 seconds. Four repeated steps are two of these; the rest is ending the old ranks,
+# starting four new ones on two cores, and loading. A frozen rank costs 20 seconds more, because the program waits so
+# long before it calls a rank hung (`--hang_s`).
 #
 # **How often should you save, then?** Rare saves lose more steps at a kill, frequent ones hold up training. The next
 # figure adds up both, for kills at random moments. It is calculated: each save stops training for 30 seconds, a
@@ -391,26 +389,26 @@ for index, (name, between) in enumerate({"3 hours": 180, "day": 1440, "week": 10
     best = (2 * save * between) ** 0.5
     assert extra(best, between) < 1.01 * min(extra(minutes, between))
     assert max(extra(best / 2, between), extra(best * 2, between)) < 1.25 * extra(best, between)
-    axes.plot(minutes, extra(minutes, between), color=plots.RANK_COLORS[index], label=f"a kill every {name}")
+    label = f"a kill every {name}: {best:.0f} min, {extra(best, between):.1f}%"
+    axes.plot(minutes, extra(minutes, between), color=plots.RANK_COLORS[index], label=label)
     axes.plot(best, extra(best, between), "o", color=plots.RANK_COLORS[index])
-    axes.annotate(f"{best:.0f} min: {extra(best, between):.1f}%", (best, extra(best, between) + 2), ha="center")
 axes.set(xscale="log", ylim=(0, 40), xlabel="minutes between saves", ylabel="extra time, %")
 axes.set_xticks([1, 3, 10, 30, 100, 300], ["1", "3", "10", "30", "100", "300"])
-axes.legend(loc="upper right")
+axes.legend(loc="upper center")
 plots.show(fig, alt="Extra time over the minutes between saves: each curve has a flat minimum, marked by a dot.")
 
 # %% [markdown]
-# The dots are [Young's rule of thumb](https://doi.org/10.1145/361147.361115): **save every √(2 · s · M)**, where s is the time for which a save stops
-# training and M the mean time between kills. The dots lie within 1% of the lowest values, and half or twice the
-# interval raises the extra time by a quarter at most (asserted in the cell). So a rough guess of M will do. Time
-# `save_distributed` in your job to get s; divide the interval by the time of a step to get N. With
-# `asynchronous=True`, s is shorter: training waits only until the state is copied to CPU memory. A kill may then
-# come while a save is still being written. That save doesn't count, so a few more than N steps may be lost.
+# The dots are [Young's rule of thumb](https://doi.org/10.1145/361147.361115): **save every √(2 · s · M)**, where s is
+# how long a save stops training and M the mean time between kills. The legend has their values. They lie within 1%
+# of the lowest points, and half or twice the interval raises the extra time by a quarter at most (asserted in the
+# cell), so a rough guess of M will do. For s, time `save_distributed` in your job. For N, divide the interval by the
+# time of a step. With `asynchronous=True`, s is shorter: training waits only until the state is copied to CPU memory.
+# But a save that is still being written at the kill doesn't count, so a few more than N steps may be lost.
 #
 # ## The same step on fewer ranks
 #
 # The run above went on with two ranks where three had begun. That is only sound if a step doesn't depend on the
-# number of ranks. The batch is one condition. Two more often go wrong: the weight of each label, which is turn 1,
+# number of ranks. The batch is one condition. Two others go wrong more often: the weight of each label, which is turn 1,
 # and clipping. Clipping scales the gradient by its norm, and each rank has only a part of the gradient. The cell
 # asks for the norm in one process and on the ranks, under FSDP2 (`fully_shard`) and under FSDP1
 # (`FullyShardedDataParallel`, the older API). Look for a row in which the ranks disagree.
@@ -449,7 +447,7 @@ Table(
 # %% [markdown]
 # Under FSDP2, `torch.nn.utils.clip_grad_norm_` is right: the gradients are DTensors, and the norm of all their parts
 # is computed. It is a DTensor too; `.full_tensor()`, called on all ranks, gives the number. Under FSDP1 the same
-# function sees only this rank's part (the squares of the four norms add up to the square of the true one). Each rank
+# function sees only this rank's part (the squares of the ranks' norms add up to the square of the true one). Each rank
 # would then scale its part by another factor, without an error. There, call the model's own method,
 # `model.clip_grad_norm_`.
 #
