@@ -25,7 +25,7 @@ plots.life_of_a_run(
 # %% [markdown]
 # Why do all ranks end with one? With full sharding, each rank keeps a part of the model that no other rank has, and
 # every collective waits for all of them. So you need this as soon as a run lasts longer than you are willing to
-# repeat, and the more GPUs you use, the sooner one of them fails. Below you kill such a run and see what it costs.
+# repeat, and the more GPUs you use, the sooner one of them fails. Below you kill one and see what it costs.
 
 # %% tags=["card"]
 lesson.card(
@@ -128,12 +128,13 @@ lesson.card(
 #
 # Prefer the step number where you have the choice. What follows from it can't be forgotten in a save, and it holds
 # on another number of ranks too: the script draws the whole batch from the step, and each rank takes its share.
-# A state in `per_rank` belongs to one rank, so it only fits as many ranks as saved it. PyTorch's `DataLoader` has no
-# state to save; torchdata's `StatefulDataLoader` has one.
+# `state=` and `per_rank=` are arguments of `save_distributed`, and `load_distributed` returns their values. What is in
+# `per_rank` belongs to one rank, so it only fits as many ranks as saved it. PyTorch's `DataLoader` has no state to
+# save; torchdata's `StatefulDataLoader` has one.
 #
-# The next cell shows what each item is worth. `stop_and_go` trains ten steps and goes on for ten more, with one
-# item forgotten. (A folded cell has its model, with dropout, and the loop `train`: it draws samples and dropout
-# from the step.) Look in the table at step 11, and then at the worst step.
+# The next cell forgets three of these items, one at a time: `stop_and_go` trains ten steps and goes on for ten more.
+# (The folded cell has its model, with dropout, and `train`, which draws samples and dropout from the step.) Look in
+# the table at step 11, and then at the worst step.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons.tables import Table
@@ -213,15 +214,14 @@ Table(
 
 # %% [markdown]
 # Only the first row is the same run. None of the other three raises an error, and as in the script, the forgotten
-# optimizer is invisible at step 11. The position in the data is off the most. It's also the costliest in a real run:
+# optimizer is invisible at step 11. The position in the data is off most. It's also the costliest in a real run:
 # if each start begins with the first sample, the later ones are rarely seen.
 #
 # ## A real kill
 #
-# So far the runs stopped by themselves; this one is killed. `fsdp_utils.train` is this library's training program, with
-# a loop like the script's, for models of the transformers library or your own
-# ([lesson 17](17_fine_tune_three_ways.ipynb)). Here a small Llama learns to write dates in ISO form. In a terminal
-# you'd type
+# So far the runs stopped by themselves; this one is killed. `fsdp_utils.train` is this library's training
+# program, for models of the transformers library or your own ([lesson 17](17_fine_tune_three_ways.ipynb)). Here a
+# small Llama learns to write dates in ISO form. In a terminal:
 #
 # ```sh
 # torchrun --standalone --nproc-per-node 3 -m fsdp_utils.train --out killed --steps 30 --save_every 10 \
@@ -297,7 +297,7 @@ print(*re.findall(r"(?:rank|exitcode) +: -?\d+", log[log.index("Root Cause") :])
 # -9: killed by signal 9, SIGKILL. The other ranks fail after it, in their next collective, because gloo finds the
 # connection closed. (With NCCL they may wait there instead, until torchrun ends them.)
 #
-# Now the same command again, on one rank less. The program finds the checkpoint and continues with the first sample
+# Now the same command on one rank less. The program finds the checkpoint and continues with the first sample
 # after it. The batch stays at 12 samples for all ranks together, so a step means the same on two ranks as on three.
 # In the figure, the thick grey line is an undisturbed run on one rank, and the shaded steps are those trained twice.
 # See whether a coloured line leaves the grey one.
@@ -332,8 +332,8 @@ plots.show(fig, alt="The losses of a run that was killed and resumed lie on thos
 #
 # ## What does a kill cost?
 #
-# The steps since the last complete checkpoint, and the time until the ranks train again. To see both, a longer run on
-# four CPU ranks, saved every five steps, was disturbed 25 times in five ways. Compare the third column with the
+# The steps since the last complete checkpoint, and the time until the ranks train again. A longer run on four CPU
+# ranks, saved every five steps, was disturbed 25 times in five ways. Compare the third column with the
 # five steps between two saves, and the fourth with the half second that a step of this run takes.
 
 # %% jupyter={"source_hidden": true}
@@ -398,12 +398,13 @@ axes.legend(loc="upper center")
 plots.show(fig, alt="Extra time over the minutes between saves: each curve has a flat minimum, marked by a dot.")
 
 # %% [markdown]
-# The dots are [Young's rule of thumb](https://doi.org/10.1145/361147.361115): **save every √(2 · s · M)**, where s is
-# how long a save stops training and M the mean time between kills. The legend has their values. They lie within 1%
-# of the lowest points, and half or twice the interval raises the extra time by a quarter at most (asserted in the
-# cell), so a rough guess of M will do. For s, time `save_distributed` in your job. For N, divide the interval by the
-# time of a step. With `asynchronous=True`, s is shorter: training waits only until the state is copied to CPU memory.
-# But a save that is still being written at the kill doesn't count, so a few more than N steps may be lost.
+# The dots are [Young's rule of thumb](https://doi.org/10.1145/361147.361115): **save every √(2 · s · M)**, where
+# s is how long a save stops training and M the mean time between kills. The legend has their values. They lie
+# within 1% of the lowest points, and half or twice the interval raises the extra time by a quarter at most
+# (asserted in the cell). So a guess of M that is four times too large or too small will do. For s, time
+# `save_distributed` in your job. For N, divide the interval by the time of a step. With `asynchronous=True`, s is
+# shorter: training waits only until the state is copied to CPU memory. But a save that is still being written at
+# the kill doesn't count, so a few more than N steps may be lost.
 #
 # ## The same step on fewer ranks
 #
@@ -446,7 +447,7 @@ Table(
 
 # %% [markdown]
 # Under FSDP2, `torch.nn.utils.clip_grad_norm_` is right: the gradients are DTensors, and the norm of all their parts
-# is computed. It is a DTensor too; `.full_tensor()`, called on all ranks, gives the number. Under FSDP1 the same
+# is computed. It is a DTensor: call `.full_tensor()` on all ranks for the number. Under FSDP1 the same
 # function sees only this rank's part (the squares of the ranks' norms add up to the square of the true one). Each rank
 # would then scale its part by another factor, without an error. There, call the model's own method,
 # `model.clip_grad_norm_`.
@@ -571,7 +572,7 @@ def my_loss(loss_sum, labels):
 # %% [markdown]
 # ## Your turn 2 · A save that a kill cannot break
 #
-# `save_distributed` leaves a complete checkpoint whenever the kill comes. Build that yourself, on a file system that
+# `save_distributed` leaves a complete checkpoint whenever the kill comes. Build that yourself on a file system that
 # has only three operations:
 #
 # | operation | what it does | if the kill comes meanwhile |
