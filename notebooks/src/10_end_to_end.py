@@ -25,7 +25,7 @@ plots.life_of_a_run(
 # %% [markdown]
 # Why do all ranks end with one? With full sharding, each rank keeps a part of the model that no other rank has, and
 # every collective waits for all of them. So you need this as soon as a run lasts longer than you are willing to
-# repeat, and the more GPUs you use, the sooner one of them fails. Below you kill one and see what it costs.
+# repeat, and the more GPUs you use, the sooner one of them fails. Below you kill such a run and see what it costs.
 
 # %% tags=["card"]
 lesson.card(
