@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import TCPStore
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_utils import run_on_ranks
+from fsdp_utils import plan, run_on_ranks
 from fsdp_utils.doctor import findings_table, page
 from tests.doctor_ranks import examine
 
@@ -82,6 +83,82 @@ def test_one_rank_is_not_asked_for_what_takes_two() -> None:
 
 def test_each_finding_of_the_table_has_a_script() -> None:
     assert {finding_of(name) for name in NAMES} == {one["id"] for one in TABLE}
+
+
+MODEL = """
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.bias = nn.Linear(64, 256), nn.Linear(256, 64), nn.Parameter(torch.ones(64))
+    def forward(self, x):
+        return x + self.down(self.up(x).relu()) + self.bias.to(x.dtype)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(6)), nn.Linear(64, 10)
+    def forward(self, x, *, scale):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * scale
+
+def shard(model, mesh):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(block)
+        fully_shard(model.blocks[i], mesh=mesh, mp_policy=policy, ignored_params={block.bias})
+    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+"""
+TRAINING = """
+torch.distributed.init_process_group("gloo")
+torch.manual_seed(0)
+model = shard(Model(), init_device_mesh("cpu", (2,)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+for _ in range(4):
+    for _ in range(2):
+        model(torch.randn(8, 64), scale=0.5).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_plan_for_other_gpus_has_the_model_as_the_script_shards_it(tmp_path: Path) -> None:
+    """Blocks that are replaced while they are sharded, ignored parameters, named inputs, micro-batches."""
+    script = tmp_path / "train.py"
+    script.write_text(MODEL + TRAINING)
+    options = ("--gpu=A100-80", "--world-size=16", "--fail-on=never")
+    found = examine(script, options=options)["ranks"][0]["plan"]
+    own: dict[str, Any] = {}
+    exec(MODEL, own)
+    planned = plan(
+        own["Model"],
+        world_size=16,
+        batch_size=8 * 16 * 2,
+        gpu="A100-80",
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        micro_batches=2,
+        optimizer=lambda some: torch.optim.AdamW(some, foreach=False),
+        loss=lambda model, x: model(x, scale=0.5).float().mean(),
+        inputs=lambda batch_size, _: torch.zeros(batch_size, 64),
+        shard=own["shard"],
+    )
+    assert found.startswith(str(planned)), f"{found}\n{planned}"
+
+
+def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        MODEL + TRAINING.replace("shard(Model(), init", "nn.parallel.DistributedDataParallel(Model()) #")
+    )
+    found = examine(script, options=("--gpu=H100", "--fail-on=never"))["ranks"][0]["plan"]
+    assert (
+        found == "No plan: it takes a model that fully_shard cuts, and the forward pass of its second step."
+    )
 
 
 # A script that runs one of doctor_scripts, and writes the losses of all ranks as bits.

@@ -34,6 +34,8 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="print facts and findings as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page to a file, too")
+    parser.add_argument("--gpu", metavar="NAME", help="plan the training for such GPUs, as H100; FSDP2 alone")
+    parser.add_argument("--world-size", type=int, default=8, help="ranks to plan for (8)")
     parser.add_argument(
         "--fail-on", choices=(*_LEVELS, "never"), default="warning", help="the least that exits with 1"
     )
@@ -42,6 +44,13 @@ def main() -> int:
     options = parser.parse_args()
     if options.steps < 1 or options.ranks < 1 or not options.timeout > 0:
         parser.error("expected --steps and --ranks of at least 1, and a --timeout above 0")
+    if options.gpu:
+        from fsdp_utils.planner.gpus import find_gpu
+
+        try:
+            find_gpu(options.gpu)
+        except ValueError as error:
+            parser.error(str(error).removeprefix("plan: "))
     return _be_rank(options) if "RANK" in os.environ else _start(options)
 
 
@@ -49,8 +58,9 @@ def _start(options: argparse.Namespace) -> int:
     """Start torchrun, whose rank 0 prints facts and findings."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={options.ranks}", "-m", "fsdp_utils.doctor", "--json", "--fail-on=never"]
-    command += [f"--timeout={options.timeout}", f"--steps={options.steps}", options.script]
-    command += options.arguments
+    command += [f"--timeout={options.timeout}", f"--steps={options.steps}"]
+    command += [f"--gpu={options.gpu}", f"--world-size={options.world_size}"] * bool(options.gpu)
+    command += [options.script, *options.arguments]
     env = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **os.environ}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as torchrun:
         try:
@@ -72,6 +82,7 @@ def _be_rank(options: argparse.Namespace) -> int:
 
     from fsdp_utils.distributed.agreement import wait_for
     from fsdp_utils.doctor.findings import Facts, judge
+    from fsdp_utils.doctor.planned import Planned
     from fsdp_utils.doctor.watch import Watch
 
     out = os.fdopen(os.dup(1), "w")
@@ -80,7 +91,8 @@ def _be_rank(options: argparse.Namespace) -> int:
     limit = timedelta(seconds=options.timeout)
     found, *_ = next(rendezvous("env://", rank, world_size, timeout=limit))
     store = PrefixStore("fsdp_utils/doctor", found)
-    watch, over = Watch(rank, world_size, options.steps, store), threading.Event()
+    planned = Planned() if options.gpu and rank == 0 else None
+    watch, over = Watch(rank, world_size, options.steps, store, planned), threading.Event()
     facts, codes = watch.facts, [0]
 
     def report() -> None:
@@ -113,6 +125,9 @@ def _be_rank(options: argparse.Namespace) -> int:
     reporter = threading.Thread(target=report, name="doctor")
     reporter.start()
     watch.run(options.script, options.arguments)
+    if planned and facts.ended in ("stopped", "finished") and facts.seen:
+        backwards = len(facts.seen[-1]["backwards"])
+        facts.plan = planned.text(options.gpu, options.world_size, backwards)
     over.set()
     reporter.join()
     return codes[0]

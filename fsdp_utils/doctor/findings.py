@@ -50,6 +50,7 @@ class Facts:
     kept: int = 0  # bytes of activations of one block
     first: dict[str, str] = field(default_factory=dict)  # hashes of parameters as they were sharded
     model: dict[str, Any] = field(default_factory=dict)  # see Models.describe
+    plan: str = ""  # for --gpu
 
 
 @functools.cache

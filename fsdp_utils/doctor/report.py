@@ -84,6 +84,8 @@ def _parts(result: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, str]]]
             sizes.setdefault(kind, []).append(size)
         sent = ", ".join(f"{len(all_)} {kind} of {sum(all_) / _MIB:.3g} MiB" for kind, all_ in sizes.items())
         yield f"Step {len(first.seen)} sent {sent or 'nothing'}", []
+    if first.plan:
+        yield first.plan, []
     yield f"Findings: {len(found)}" if found else "No finding.", []
     for one in found:
         rows = [("seen", one["evidence"]), ("at", one["place"].removeprefix("at "))]

@@ -39,6 +39,7 @@ from fsdp_utils.collectives.call_site import find_line, place_in_words
 from fsdp_utils.collectives.fsdp_hooks import in_backward
 from fsdp_utils.doctor.findings import Facts
 from fsdp_utils.doctor.models import Models, digest, norms
+from fsdp_utils.doctor.planned import Planned
 from fsdp_utils.sharding.checks import params
 from fsdp_utils.sharding.local_part import local
 from fsdp_utils.sharding.names import plain_name
@@ -58,8 +59,11 @@ class _Stopped(BaseException):
 class Watch:
     """Collects `facts` while a script runs; they are complete up to the present at any time."""
 
-    def __init__(self, rank: int, world_size: int, steps: int, store: dist.Store) -> None:
+    def __init__(
+        self, rank: int, world_size: int, steps: int, store: dist.Store, planned: Planned | None = None
+    ) -> None:
         self.facts = Facts(rank, world_size)
+        self._planned = planned
         self._store: Any = store.clone()  # pyright: ignore[reportAttributeAccessIssue] # this one may block
         self._calls: Counter[Any] = Counter()  # that were held, by size, line and direction
         self._line: Any = None  # of the last call
@@ -131,6 +135,8 @@ class Watch:
         self._tell(dist, "all_gather_into_tensor", self._gather)
         self._tell(FSDP1, "__init__", self._wrap)
         self._tell(fsdp, "fully_shard", self._shard)
+        if self._planned:
+            self._tell(fsdp, "fully_shard", self._planned.shard)
         self._tell(DDP, "__init__", self._wrap_in_ddp)
         self._tell(DDP, "forward", lambda *_, **__: self._step["in_ddp"].append(1))
 
@@ -288,6 +294,8 @@ class Watch:
             self._step["tokens"].append(list(tensors[0].shape))
         elif tensors and model.training:
             self._note("forward")
+            if self._planned:
+                self._planned.forward(args, kwargs)
             self._step["inputs"] += filter(None, [digest(tensors)])
             self._ahead = _ahead(kwargs.get("input_ids"), kwargs.get("labels"))
 
@@ -379,6 +387,8 @@ class Watch:
     def _find_models(self) -> None:
         """Find the models, and listen to them."""
         self._models.find()
+        if self._planned and self._models.roots:
+            self._planned.root, self._planned.optimizer = self._models.roots[0], self._optimizers[0]
         names = {module: name for root in self._models.roots for name, module in root.named_modules()}
         both = (("scaled", params(self._optimizers[0])), ("bystanders", [*self._models.left_out]))
         for kind, some in both:

@@ -155,9 +155,10 @@ class Plan:
         options = [
             setting.strategy if setting.shard is None else "sharded by your own function",
             f"computes in {self.computes_in}",
-            f"activation checkpointing {setting.checkpointing or 'none'}",
             f"batch {setting.batch_size}" + (f" of {setting.seq_len} tokens" if setting.seq_len else ""),
         ]
+        if setting.checkpointing or setting.shard is None:
+            options.insert(2, f"activation checkpointing {setting.checkpointing or 'none'}")
         options += [f"{setting.micro_batches} micro_batches"] if setting.micro_batches > 1 else []
         options += [name for name in ("no_sync", "compiled", "offload") if getattr(setting, name)]
         lines = [
