@@ -156,9 +156,7 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
         MODEL + TRAINING.replace("shard(Model(), init", "nn.parallel.DistributedDataParallel(Model()) #")
     )
     found = examine(script, options=("--gpu=H100", "--fail-on=never"))["ranks"][0]["plan"]
-    assert (
-        found == "No plan: it takes a model that fully_shard cuts, and the forward pass of its second step."
-    )
+    assert found == "No plan: it takes a model cut by fully_shard, and the forward pass of its second step"
 
 
 # A script that runs one of doctor_scripts, and writes the losses of all ranks as bits.
