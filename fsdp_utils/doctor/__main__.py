@@ -34,7 +34,7 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="print facts and findings as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page to a file, too")
-    parser.add_argument("--gpu", metavar="NAME", help="plan the training for such GPUs, as H100; FSDP2 alone")
+    parser.add_argument("--gpu", metavar="NAME", help="plan the training for such GPUs, as H100 (FSDP2)")
     parser.add_argument("--world-size", type=int, default=8, help="ranks to plan for (8)")
     parser.add_argument(
         "--fail-on", choices=(*_LEVELS, "never"), default="warning", help="the least that exits with 1"

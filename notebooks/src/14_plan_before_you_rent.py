@@ -254,6 +254,10 @@ print(*own.notes)
 # is not causal, and no published run that tells a plan's error has that. So "fits" has no measured margin here, and the
 # rule says: measure.
 #
+# If your script already runs on a CPU, `python -m fsdp_utils doctor --gpu H100 --world-size 64 train.py` trains three
+# steps of it on two ranks here and plans its model as it calls `fully_shard`. That plan leaves out a loss outside of the
+# model, and logits that the loop keeps.
+#
 # ## What more GPUs do not shrink
 #
 # By the rule of thumb, twice the GPUs halve a rank's memory. See which column shrinks for a Llama of 70B, with full
