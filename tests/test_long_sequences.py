@@ -1,6 +1,7 @@
 """What lesson 21 says of its script with one line changed, of PyTorch's own, and of a model of 8 billion."""
 
 import ast
+import functools
 import re
 from functools import partial
 from pathlib import Path
@@ -140,6 +141,7 @@ LLAMA_3_8B = LlamaConfig(
 )  # fmt: skip
 
 
+@functools.cache  # the table asks for some of the same
 def planned(tokens: int, pieces: int, checkpointing: str | None) -> Any:
     """Plan one sequence on each of eight ranks."""
     return plan(

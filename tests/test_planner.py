@@ -261,7 +261,7 @@ def test_checkpointing_keeps_less_the_more_it_computes_again() -> None:
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_blocks_that_are_computed_again_fill_no_cache(checkpointing: str) -> None:
     """As under transformers' own checkpointing and `shard`: else each block would fill it twice."""
-    without = planned(checkpointing=checkpointing)
+    without = plain(checkpointing=checkpointing)
     asks = planned(
         functools.partial(LlamaForCausalLM, LLAMA),
         checkpointing=checkpointing,

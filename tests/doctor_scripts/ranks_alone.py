@@ -22,5 +22,4 @@ def main(faulty: bool) -> None:
         accelerator.print(f"step {step}: loss {loss.item():.4f}")
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

@@ -27,5 +27,4 @@ def main(faulty: bool) -> None:
         say(step, total)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

@@ -32,5 +32,4 @@ def main(faulty: bool) -> None:
                 next_token_loss(model(tokens), tokens)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)
