@@ -15,7 +15,7 @@ def main(faulty: bool) -> None:
     sharded(model, mp_policy=BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 8)
-    train(model, optimizer, after_step=lambda *_: schedule.step())
+    train(model, optimizer, after_step=lambda *_: schedule.step(), limit=1.0)
 
 
 run(main)

@@ -11,7 +11,7 @@ def main(faulty: bool) -> None:
         precision = MixedPrecision(param_dtype=torch.bfloat16)
     else:
         precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    train(with_fsdp1(Decoder(), mixed_precision=precision, use_orig_params=True))
+    train(with_fsdp1(Decoder(), mixed_precision=precision, use_orig_params=True), limit=1.0)
 
 
 run(main)

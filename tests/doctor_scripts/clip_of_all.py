@@ -9,7 +9,7 @@ class Adapted(Decoder):
     """A decoder with a low-rank adapter on its head."""
 
     def __init__(self) -> None:
-        super().__init__(blocks=2)
+        super().__init__()
         self.lora_a, self.lora_b = nn.Linear(128, 4, bias=False), nn.Linear(4, 128, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

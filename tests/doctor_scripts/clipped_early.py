@@ -21,7 +21,7 @@ def main(faulty: bool) -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         return loss
 
-    train_in_micro_batches(model, MICRO_BATCHES, backward, limit=None)
+    train_in_micro_batches(model, MICRO_BATCHES, backward)
 
 
 run(main)

@@ -68,7 +68,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Predict the next token."""
 
-    def __init__(self, blocks: int = 3, width: int = WIDTH, dropout: float = 0.0) -> None:
+    def __init__(self, blocks: int = 2, width: int = WIDTH, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         nn.init.normal_(self.embedding.weight, std=0.02)
@@ -135,10 +135,10 @@ def train(
     batches: Iterable[Any] | None = None,
     *,
     loss_of: Callable[[Any], Tensor] | None = None,
-    limit: float | None = 1.0,
+    limit: float | None = None,
     after_step: Callable[[int, Tensor], None] | None = None,
 ) -> None:
-    """Train on this rank's own samples, with SGD and clipped gradients, or with what is given instead."""
+    """Train with SGD on this rank's own samples, or with what is given instead; limit: of the total norm."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-2)
     batches = counting(32, seed=dist.get_rank()).split(4) if batches is None else batches
     for step, batch in enumerate(batches):
@@ -154,7 +154,7 @@ def train(
 
 
 def train_in_micro_batches(
-    model: nn.Module, count: int, backward: Callable[[int, Tensor], Tensor], limit: float | None = 1.0
+    model: nn.Module, count: int, backward: Callable[[int, Tensor], Tensor], limit: float | None = None
 ) -> None:
     """Train on batches of `count` parts; `backward(number, tokens)` returns what a part adds to the loss."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

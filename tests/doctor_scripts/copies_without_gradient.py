@@ -35,7 +35,7 @@ def main(faulty: bool) -> None:
         to_right, to_left = left @ gather(right).T, right @ gather(left).T
         return F.cross_entropy(to_right, labels) + F.cross_entropy(to_left, labels)
 
-    train(model, batches=counting(64, seed=rank).split(8), loss_of=loss_of, limit=None)
+    train(model, batches=counting(64, seed=rank).split(8), loss_of=loss_of)
 
 
 run(main)

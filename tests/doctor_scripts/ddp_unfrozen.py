@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 def main(faulty: bool) -> None:
     rank, _ = start()
-    decoder = Decoder(blocks=2)
+    decoder = Decoder()
     decoder.blocks.requires_grad_(False)
     model = DDP(decoder)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

@@ -8,9 +8,9 @@ def main(faulty: bool) -> None:
     rank, _ = start()
     if faulty:
         torch.manual_seed(1000 + rank)
-    model = sharded(Decoder(blocks=2))
+    model = sharded(Decoder())
     torch.manual_seed(1000 + rank)  # for dropout and the data
-    train(model)
+    train(model, limit=1.0)
 
 
 run(main)

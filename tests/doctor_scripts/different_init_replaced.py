@@ -8,13 +8,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 def main(faulty: bool) -> None:
     rank, _ = start()
     torch.manual_seed(rank)
-    model = Decoder(blocks=2)
+    model = Decoder()
     weights = {name: value.clone() for name, value in model.state_dict().items()} if rank == 0 else {}
     sharded(model)
     if not faulty:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, weights, options=options)
-    train(model, limit=None)
+    train(model)
 
 
 run(main)

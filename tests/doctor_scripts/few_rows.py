@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 
 class Positioned(Decoder):
     def __init__(self, longest: int = 8192) -> None:
-        super().__init__(blocks=2)
+        super().__init__()
         self.position = nn.Parameter(torch.randn(1, longest, WIDTH) * 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def main(faulty: bool) -> None:
             hidden, logits = model(tokens)
         return next_token_loss(logits, tokens) + 0.01 * hidden.square().mean()
 
-    train(model, loss_of=loss_of)
+    train(model, loss_of=loss_of, limit=1.0)
 
 
 run(main)

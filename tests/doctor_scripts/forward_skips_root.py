@@ -13,7 +13,7 @@ def main(faulty: bool) -> None:
     model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), Block(), Block(), Block(), head)
     sharded(model, blocks=model)
     call = model.forward if faulty else model
-    train(model, loss_of=lambda tokens: next_token_loss(call(tokens), tokens))
+    train(model, loss_of=lambda tokens: next_token_loss(call(tokens), tokens), limit=1.0)
 
 
 run(main)

@@ -21,11 +21,11 @@ class WithHead(nn.Module):
 def main(faulty: bool) -> None:
     start()
     with tempfile.TemporaryDirectory() as folder:
-        get_peft_model(Decoder(), LoraConfig(target_modules=["qkv"])).save_pretrained(folder)
-        body = PeftModel.from_pretrained(Decoder(), folder, is_trainable=not faulty)
+        get_peft_model(Decoder(blocks=3), LoraConfig(target_modules=["qkv"])).save_pretrained(folder)
+        body = PeftModel.from_pretrained(Decoder(blocks=3), folder, is_trainable=not faulty)
     model = DistributedDataParallel(WithHead(body))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    train(model, optimizer, limit=None)
+    train(model, optimizer)
 
 
 run(main)

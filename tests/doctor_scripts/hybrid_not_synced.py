@@ -14,7 +14,7 @@ def main(faulty: bool) -> None:
     if faulty:
         torch.manual_seed(42 + rank // shards)  # one seed for each host
     hybrid = {"device_mesh": cpu_mesh(2, shards), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-    train(with_fsdp1(Decoder(), use_orig_params=True, **hybrid))
+    train(with_fsdp1(Decoder(), use_orig_params=True, **hybrid), limit=1.0)
 
 
 run(main)

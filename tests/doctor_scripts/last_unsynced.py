@@ -20,7 +20,7 @@ def main(faulty: bool) -> None:
         loss.backward()
         return loss
 
-    train_in_micro_batches(model, MICRO_BATCHES, backward, limit=None)
+    train_in_micro_batches(model, MICRO_BATCHES, backward)
 
 
 run(main)

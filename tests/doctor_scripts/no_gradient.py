@@ -35,7 +35,7 @@ def main(faulty: bool) -> None:
     model.blocks.extend(Adapted(reentrant=faulty) for _ in range(2))
     sharded(model)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    train(model, optimizer, limit=None)
+    train(model, optimizer)
 
 
 run(main)

@@ -6,7 +6,7 @@ from common import Decoder, counting, run, sharded, start, train
 
 def main(faulty: bool) -> None:
     start()
-    model = sharded(Decoder(blocks=2))
+    model = sharded(Decoder())
     with torch.no_grad():
         model(counting(4))
     if not faulty:

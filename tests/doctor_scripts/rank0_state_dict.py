@@ -23,7 +23,7 @@ def main(faulty: bool) -> None:
             if rank == 0:
                 torch.save(state, file)
 
-    train(model, after_step=save)
+    train(model, after_step=save, limit=1.0)
 
 
 run(main)

@@ -10,7 +10,7 @@ def main(faulty: bool) -> None:
     torch.manual_seed(0)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     accelerator = Accelerator(cpu=not faulty, fsdp_plugin=plugin)
-    model = Decoder(blocks=2)
+    model = Decoder()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     loader = DataLoader(TensorDataset(counting(64)), batch_size=4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

@@ -7,14 +7,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 def main(faulty: bool) -> None:
     start()
-    decoder = Decoder(blocks=2)
+    decoder = Decoder()
     longer = nn.Sequential(decoder.blocks[1], nn.Linear(WIDTH, WIDTH))
     if not faulty:
         decoder.blocks[1] = longer
     model = DDP(decoder)
     if faulty:
         decoder.blocks[1] = longer
-    train(model)
+    train(model, limit=1.0)
 
 
 run(main)

@@ -23,7 +23,7 @@ def main(faulty: bool) -> None:
     with tempfile.TemporaryDirectory() as own:
         folders = [own]
         dist.broadcast_object_list(folders)
-        train(model, limit=None, after_step=save)
+        train(model, after_step=save)
 
 
 run(main)

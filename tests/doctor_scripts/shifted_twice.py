@@ -16,7 +16,7 @@ def main(faulty: bool) -> None:
         labels[:, :2] = IGNORED  # a prompt
         return model(input_ids=inputs, labels=labels).loss
 
-    train(model, loss_of=loss_of, limit=None)
+    train(model, loss_of=loss_of)
 
 
 run(main)

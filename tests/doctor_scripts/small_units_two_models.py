@@ -6,7 +6,7 @@ from torch import nn
 
 def main(faulty: bool) -> None:
     start()
-    model = nn.ModuleDict({"policy": Decoder(blocks=2), "value": Decoder(blocks=2)})
+    model = nn.ModuleDict({"policy": Decoder(), "value": Decoder()})
     for part in model.values():
         layers = [module for module in part.blocks.modules() if isinstance(module, nn.Linear)]
         sharded(part, blocks=layers if faulty else part.blocks)

@@ -19,7 +19,7 @@ def main(faulty: bool) -> None:
             (loss / MICRO_BATCHES).backward()
         return loss / MICRO_BATCHES
 
-    train_in_micro_batches(model, MICRO_BATCHES, backward)
+    train_in_micro_batches(model, MICRO_BATCHES, backward, limit=1.0)
 
 
 run(main)

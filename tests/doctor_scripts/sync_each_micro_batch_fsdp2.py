@@ -8,7 +8,7 @@ MICRO_BATCHES = 4
 
 def main(faulty: bool) -> None:
     start()
-    model = sharded(Decoder(blocks=2))
+    model = sharded(Decoder())
 
     def backward(i: int, tokens: Tensor) -> Tensor:
         if not faulty:
@@ -17,7 +17,7 @@ def main(faulty: bool) -> None:
         (loss / MICRO_BATCHES).backward()
         return loss / MICRO_BATCHES
 
-    train_in_micro_batches(model, MICRO_BATCHES, backward)
+    train_in_micro_batches(model, MICRO_BATCHES, backward, limit=1.0)
 
 
 run(main)

@@ -17,7 +17,7 @@ def main(faulty: bool) -> None:
         loss.backward()
         return loss
 
-    train_in_micro_batches(model, MICRO_BATCHES, backward)
+    train_in_micro_batches(model, MICRO_BATCHES, backward, limit=1.0)
 
 
 run(main)

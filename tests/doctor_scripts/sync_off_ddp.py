@@ -22,7 +22,7 @@ class Trained(nn.Module):
 
 def main(faulty: bool) -> None:
     start()
-    network = DDP(Decoder(blocks=2))
+    network = DDP(Decoder())
     model = Trained(network)
 
     def backward(i: int, tokens: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def main(faulty: bool) -> None:
             loss.backward()
         return loss
 
-    train_in_micro_batches(model, MICRO_BATCHES, backward)
+    train_in_micro_batches(model, MICRO_BATCHES, backward, limit=1.0)
 
 
 run(main)

@@ -11,7 +11,7 @@ def main(faulty: bool) -> None:
     start()
     model = Decoder()
     model.head.weight = model.embedding.weight
-    train(with_fsdp1(model, Block, *([nn.Embedding] if faulty else [])))
+    train(with_fsdp1(model, Block, *([nn.Embedding] if faulty else [])), limit=1.0)
 
 
 run(main)

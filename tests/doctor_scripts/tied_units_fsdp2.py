@@ -9,7 +9,7 @@ def main(faulty: bool) -> None:
     model.head.weight = model.embedding.weight
     apart: list = [model.embedding, model.head]
     together: list = [[model.embedding, model.norm, model.head]]
-    train(sharded(model, [*model.blocks, *(apart if faulty else together)]))
+    train(sharded(model, [*model.blocks, *(apart if faulty else together)]), limit=1.0)
 
 
 run(main)

@@ -8,7 +8,7 @@ MICRO_BATCHES = 4
 
 def main(faulty: bool) -> None:
     start()
-    model = sharded(Decoder(blocks=2))
+    model = sharded(Decoder())
 
     def backward(i: int, tokens: Tensor) -> Tensor:
         model.set_requires_gradient_sync(i == MICRO_BATCHES - 1)

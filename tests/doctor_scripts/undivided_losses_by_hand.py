@@ -11,7 +11,7 @@ MICRO_BATCHES = 2
 
 def main(faulty: bool) -> None:
     start()
-    model = DDP(Decoder(blocks=2))
+    model = DDP(Decoder())
 
     def backward(i: int, tokens: Tensor) -> Tensor:
         is_last = i == MICRO_BATCHES - 1
@@ -23,7 +23,7 @@ def main(faulty: bool) -> None:
                 p.grad /= MICRO_BATCHES
         return loss / MICRO_BATCHES
 
-    train_in_micro_batches(model, MICRO_BATCHES, backward, limit=None)
+    train_in_micro_batches(model, MICRO_BATCHES, backward)
 
 
 run(main)

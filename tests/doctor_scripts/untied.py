@@ -17,7 +17,7 @@ def main(faulty: bool) -> None:
     sharded(model, model.model.layers)
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffer is in no state dict
-    train(model, loss_of=lambda tokens: model(input_ids=tokens, labels=tokens).loss, limit=None)
+    train(model, loss_of=lambda tokens: model(input_ids=tokens, labels=tokens).loss)
 
 
 run(main)

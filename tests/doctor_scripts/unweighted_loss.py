@@ -32,7 +32,7 @@ def main(faulty: bool) -> None:
         dist.all_reduce(count)
         return next_token_loss(logits, labels, reduction="sum") * world / count  # FSDP divides by world
 
-    train(model, batches=zip(inputs.split(4), targets.split(4), strict=True), loss_of=loss_of)
+    train(model, batches=zip(inputs.split(4), targets.split(4), strict=True), loss_of=loss_of, limit=1.0)
 
 
 run(main)
