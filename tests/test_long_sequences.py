@@ -84,11 +84,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     codes[:-1] = [code.replace("dist.destroy_process_group()\n", "") for code in codes[:-1]]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("script"))
-        lines = test_series.printed("\n".join(codes)).splitlines()
+        lines = test_series.printed("\n".join(codes), timeout=200).splitlines()
     assert len(lines) == len(CHANGED)
     return dict(zip(CHANGED, lines, strict=True))
 
 
+@pytest.mark.timeout(240)  # for all scripts; a quarter of a minute where the cores are free
 @pytest.mark.parametrize("name", CHANGED)
 def test_the_last_row_of_the_script_with_a_change(name: str, rows: dict[str, str]) -> None:
     says = CHANGED[name][1]
