@@ -1,11 +1,12 @@
 """The doctor: each fault of doctor_scripts is found by its name, and nothing in the right twins."""
 
+import functools
 import os
 import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from html import unescape
 from pathlib import Path
@@ -34,32 +35,34 @@ def finding_of(name: str) -> str:
     return OTHERS.get(name) or next(one["id"] for one in TABLE if name.startswith(one["id"]))
 
 
+Runs = Callable[[str, str], dict[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str], "Future[dict[str, Any]]"]]:
-    """The results of the scripts in the modes that are asked for, a few of which run at once."""
+def result(request: pytest.FixtureRequest) -> Iterator[Runs]:
+    """`result(name, mode)`: of a script in a mode. Those that are asked for are begun, a few at once."""
     asked = {item.name for item in request.session.items}
     modes = {
         "fault": test_a_fault_is_found_by_its_name_and_no_other_error,
         "right": test_nothing_is_found_in_the_right_twin,
     }
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield {
-            (name, mode): pool.submit(
-                examine,
-                SCRIPTS / f"{name}.py",
-                mode,
-                ranks=4 if name in FOUR else 2,
-                options=(f"--steps={STEPS}",),
-            )
-            for name in NAMES
-            for mode, test in modes.items()
-            if f"{test.__name__}[{name}]" in asked
-        }
+
+        @functools.cache
+        def begun(name: str, mode: str) -> "Future[dict[str, Any]]":
+            ranks, options = 4 if name in FOUR else 2, (f"--steps={STEPS}",)
+            return pool.submit(examine, SCRIPTS / f"{name}.py", mode, ranks=ranks, options=options)
+
+        for name in NAMES:
+            for mode, test in modes.items():
+                if f"{test.__name__}[{name}]" in asked:
+                    begun(name, mode)
+        yield lambda name, mode: begun(name, mode).result()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_fault_is_found_by_its_name_and_no_other_error(name: str, runs: dict[Any, Any]) -> None:
-    found = runs[name, "fault"].result()["findings"]
+def test_a_fault_is_found_by_its_name_and_no_other_error(name: str, result: Runs) -> None:
+    found = result(name, "fault")["findings"]
     assert finding_of(name) in {one["id"] for one in found}
     assert {one["id"] for one in found if one["severity"] == "error"} <= {finding_of(name)}
     assert all(one["evidence"] for one in found)
@@ -68,10 +71,10 @@ def test_a_fault_is_found_by_its_name_and_no_other_error(name: str, runs: dict[A
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_found_in_the_right_twin(name: str, runs: dict[Any, Any]) -> None:
-    result = runs[name, "right"].result()
-    assert [(one["id"], one["evidence"]) for one in result["findings"]] == []
-    for rank in result["ranks"]:
+def test_nothing_is_found_in_the_right_twin(name: str, result: Runs) -> None:
+    found = result(name, "right")
+    assert [(one["id"], one["evidence"]) for one in found["findings"]] == []
+    for rank in found["ranks"]:
         assert (rank["ended"], len(rank["seen"])) == ("stopped", STEPS)
         assert rank["unseen"] == []
 
@@ -198,15 +201,15 @@ def test_the_training_is_not_changed(name: str, tmp_path: Path) -> None:
         assert watched == (tmp_path / f"alone.{rank}").read_text().splitlines()[:4]
 
 
-def test_the_page_says_what_is_trained_and_held() -> None:
+def test_the_page_says_what_is_trained_and_held(result: Runs) -> None:
     """Under DDP a rank holds all; with float32 copies, no optimizer has the model's own parameters."""
-    copies = page(examine(SCRIPTS / "bf16_reduce_ddp.py", "right", options=("--steps=2",)))
+    copies = page(result("bf16_reduce_ddp", "right"))
     assert "\nRequire gradients: 627,840 of 627,840 parameters\nNot in AdamW: 40 of their tensors" in copies
     assert "; but 40 others, perhaps float32 copies of them\n" in copies
     held = "3.59 MiB of parameters + 2.4 MiB of gradients + 4.79 MiB of optimizer states = 10.8 MiB"
     assert f"\nRank 0 holds {held}\n" in copies
     assert f": {627_840 * 16 / 2**20:.3g} MiB on rank 0\n" in copies
-    adapters = page(examine(SCRIPTS / "frozen_adapters.py", "right", options=("--steps=2",)))
+    adapters = page(result("frozen_adapters", "right"))
     assert "\nTrained by SGD: 28,800 of 656,640 parameters\nRank 0" in adapters
     assert (
         "\nNo finding.\nNot looked at: evaluation, what is saved, resuming, the learning-rate schedule, "

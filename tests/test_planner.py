@@ -31,6 +31,7 @@ from tests.planner_net import RANKS, REAL, SIZES, Net, tokens, train_really, wit
 VOCABULARY = 4096  # large beside the hidden size, so that the logits are the peak
 LLAMA = LlamaConfig(**SIZES, vocab_size=VOCABULARY)
 DEEP = LlamaConfig(**{**SIZES, "num_hidden_layers": 7}, vocab_size=64)
+SMALL = {**SIZES, "num_hidden_layers": 2}  # where the number of blocks is not the point
 BATCH, LENGTH, WORLD = 2, 128, 8
 
 
@@ -82,16 +83,21 @@ def really() -> tuple[dict[str, float], dict[str, int]]:
     return run_on_ranks(train_really, world_size=RANKS, timeout=100)[0]
 
 
+@functools.cache
+def simulated(name: str) -> Plan:
+    return plan(Net(), world_size=RANKS, batch_size=2 * RANKS, inputs=tokens, **REAL[name])
+
+
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_rank_holds_in_forward_what_the_simulated_one_holds(name: str, really: Any) -> None:
     """In backward gloo reduces in a copy of its own, which NCCL does not make."""
-    found = plan(Net(), world_size=RANKS, batch_size=2 * RANKS, inputs=tokens, **REAL[name])
+    found = simulated(name)
     in_forward = max(m.total_gib for m in found.moments if m.step == 2 and m.label.phase == "forward")
     assert really[0][name] == pytest.approx(in_forward, rel=0.03)
 
 
 def test_what_is_at_rest_on_a_real_rank_is_what_the_plan_says(really: Any) -> None:
-    found = plan(Net(), world_size=RANKS, batch_size=2 * RANKS, inputs=tokens)
+    found = simulated("full")
     for category, size in really[1].items():
         assert found.at_rest[category] * 2**30 == pytest.approx(size, rel=0.03), category
     whole = sum(p.numel() for p in Net().parameters()) * 4
@@ -157,8 +163,8 @@ def test_the_operations_of_a_model_are_three_times_those_of_forward() -> None:
     assert plain(checkpointing="full").timing.model_flop == flop
 
 
-MOE: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "vocab_size": 96}
-QWEN = Qwen3MoeConfig(**MOE, head_dim=32, moe_intermediate_size=48, num_experts=16)
+MOE: dict[str, Any] = {"num_key_value_heads": 2, "vocab_size": 96, "head_dim": 32}
+QWEN = Qwen3MoeConfig(**SMALL, **MOE, moe_intermediate_size=48, num_experts=16)
 
 
 def test_the_operations_of_experts_are_those_of_the_active_parameters() -> None:
@@ -250,7 +256,8 @@ def test_without_synchronisation_whole_gradients_are_kept_and_less_is_sent(shard
 
 def test_checkpointing_keeps_less_the_more_it_computes_again() -> None:
     fast = dataclasses.replace(GPUS["H100"], memory_gb_s=10**9)  # so that products alone take time
-    found = {name: planned(DEEP, checkpointing=name, gpu=fast) for name in (None, 2, "selective", "full")}
+    config = LlamaConfig(**SIZES, vocab_size=64)
+    found = {name: planned(config, checkpointing=name, gpu=fast) for name in (None, 2, "selective", "full")}
     kept = {name: most(each, "activations") for name, each in found.items()}
     computed = {name: each.timing.compute_s for name, each in found.items()}
     for some in (2, "selective"):
@@ -261,7 +268,7 @@ def test_checkpointing_keeps_less_the_more_it_computes_again() -> None:
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_blocks_that_are_computed_again_fill_no_cache(checkpointing: str) -> None:
     """As under transformers' own checkpointing and `shard`: else each block would fill it twice."""
-    without = planned(checkpointing=checkpointing)
+    without = plain(checkpointing=checkpointing)
     asks = planned(
         functools.partial(LlamaForCausalLM, LLAMA),
         checkpointing=checkpointing,
@@ -301,7 +308,7 @@ def test_logits_that_a_loss_of_ones_own_holds_are_there_in_backward() -> None:
 @pytest.mark.parametrize(
     ("config", "optimizer", "parameter", "state"),
     [  # bytes of a parameter, and of its optimizer state
-        (LlamaConfig(**SIZES, vocab_size=64, dtype="bfloat16"), torch.optim.AdamW, 2, 4),
+        (LlamaConfig(**SMALL, vocab_size=64, dtype="bfloat16"), torch.optim.AdamW, 2, 4),
         (Net(), functools.partial(torch.optim.SGD, lr=0.1), 4, 0),
     ],
 )
@@ -328,7 +335,7 @@ def test_what_is_offloaded_lies_on_the_host() -> None:
     "config",
     [
         T5Config(d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2, vocab_size=256),
-        ViTConfig(**{**SIZES, "num_hidden_layers": 2}, image_size=32),
+        ViTConfig(**SMALL, image_size=32),
     ],
     ids=lambda config: config.model_type,
 )
@@ -343,7 +350,7 @@ def test_other_models_than_decoders_are_planned(config: Any) -> None:
 def test_of_a_model_wrapped_for_lora_the_adapters_alone_are_trained() -> None:
     peft = pytest.importorskip("peft")
     adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
-    small = LlamaConfig(**SIZES, vocab_size=64)
+    small = LlamaConfig(**SMALL, vocab_size=64)
 
     def build() -> nn.Module:
         return peft.get_peft_model(LlamaForCausalLM(small), adapters)
@@ -409,7 +416,7 @@ def test_blocks_that_differ_are_all_simulated() -> None:
 def test_an_error_is_stated_for_plans_like_the_published_runs_alone(
     differs: str, options: dict[str, Any]
 ) -> None:
-    found = plan(LLAMA, world_size=4, batch_size=4, seq_len=32, **options)
+    found = plan(LlamaConfig(**SMALL), world_size=4, batch_size=4, seq_len=32, **options)
     assert found.unlike == ([differs] if differs else [])
     assert (found.step_s_range is None) == bool(differs)
     assert ("likely" in str(found)) == (not differs)

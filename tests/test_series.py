@@ -58,7 +58,7 @@ def script(stem: str) -> tuple[str, str]:
     return re.sub(r"^# ?", "", code, flags=re.MULTILINE), re.sub(r"^# ?", "", output, flags=re.MULTILINE)
 
 
-def printed(code: str, world_size: int = 4) -> str:
+def printed(code: str, world_size: int = 4, timeout: float = 100) -> str:
     """Run a script as `train.py` in this folder, with the variables and the store that torchrun gives."""
     Path("train.py").write_text(code)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -77,7 +77,7 @@ def printed(code: str, world_size: int = 4) -> str:
             runpy.run_path("train.py", run_name="__main__")
         return printed.getvalue()
 
-    return "".join(run_on_ranks(on_rank, world_size=world_size, timeout=100))
+    return "".join(run_on_ranks(on_rank, world_size=world_size, timeout=timeout))
 
 
 @pytest.mark.parametrize("stem", STEMS)

@@ -5,9 +5,8 @@ See fairseq2#1081.
 
 import torch
 import torch.distributed as dist
-from common import WIDTH, Block, counting, cpu_mesh, next_token_loss, run, say, start
+from common import WIDTH, Block, counting, next_token_loss, run, say, sharded, start
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 
 class ConvDecoder(nn.Module):
@@ -30,11 +29,7 @@ class ConvDecoder(nn.Module):
 
 def main(faulty: bool) -> None:
     rank, world = start()
-    mesh = cpu_mesh()
-    model = ConvDecoder()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = sharded(ConvDecoder())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, tokens in enumerate(counting(32, seed=rank).split(4)):
         loss = next_token_loss(model(tokens), tokens)
@@ -50,5 +45,4 @@ def main(faulty: bool) -> None:
         say(step, loss)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

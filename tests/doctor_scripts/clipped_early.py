@@ -1,30 +1,27 @@
 """Each of four micro-batches is clipped by itself, where their sum is to be clipped (accelerate#641)."""
 
 import torch
-from common import Decoder, counting, next_token_loss, run, say, start
+from common import Decoder, next_token_loss, run, start, train_in_micro_batches
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 MICRO_BATCHES = 4
 
 
 def main(faulty: bool) -> None:
-    rank, _ = start()
+    start()
     model = DistributedDataParallel(Decoder())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for step, samples in enumerate(counting(96, seed=rank).split(4 * MICRO_BATCHES)):
-        total = torch.zeros(())
-        for i, tokens in enumerate(samples.chunk(MICRO_BATCHES)):
-            last = i == MICRO_BATCHES - 1
-            model.require_backward_grad_sync = last
-            loss = next_token_loss(model(tokens), tokens) / MICRO_BATCHES
-            loss.backward()
-            total += loss.detach()
-            if last or faulty:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        say(step, total)
+
+    def backward(i: int, tokens: Tensor) -> Tensor:
+        last = i == MICRO_BATCHES - 1
+        model.require_backward_grad_sync = last
+        loss = next_token_loss(model(tokens), tokens) / MICRO_BATCHES
+        loss.backward()
+        if last or faulty:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        return loss
+
+    train_in_micro_batches(model, MICRO_BATCHES, backward)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

@@ -1,11 +1,10 @@
 """Blocks are prefetched in the order of their definition, but the forward uses them in another order."""
 
 from itertools import pairwise
+from typing import Any
 
-import torch
-from common import VOCABULARY, WIDTH, Block, counting, cpu_mesh, next_token_loss, run, say, start
+from common import BF16, VOCABULARY, WIDTH, Block, run, sharded, start, train
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
 class Interleaved(nn.Module):
@@ -26,26 +25,15 @@ class Interleaved(nn.Module):
 
 
 def main(faulty: bool) -> None:
-    rank, _ = start()
-    mesh = cpu_mesh()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    start()
     model = Interleaved()
-    defined = [*model.local_blocks, *model.global_blocks]
-    units = [fully_shard(block, mesh=mesh, mp_policy=policy) for block in defined]
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    units: list[Any] = [*model.local_blocks, *model.global_blocks]
+    sharded(model, units, mp_policy=BF16)
     order = units if faulty else [units[i] for i in (0, 2, 1, 3)]
     for unit, following in pairwise(order):
         unit.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([unit])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for step, tokens in enumerate(counting(32, seed=rank).split(4)):
-        loss = next_token_loss(model(tokens), tokens)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        say(step, loss)
+    train(model)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

@@ -1,19 +1,24 @@
-"""Set up what the training scripts of this folder share: a process group, a small decoder and its samples."""
+"""The training scripts of this folder share a process group, a small decoder, its samples and a loop."""
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 CPU = torch.device("cpu")
 VOCABULARY, LENGTH, WIDTH = 128, 16, 128
+CHANNELS = 8  # sensors
 IGNORED = -100  # a label that the loss leaves out
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def start(seconds: float = 60) -> tuple[int, int]:
@@ -63,7 +68,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Predict the next token."""
 
-    def __init__(self, blocks: int = 3, width: int = WIDTH, dropout: float = 0.0) -> None:
+    def __init__(self, blocks: int = 2, width: int = WIDTH, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         nn.init.normal_(self.embedding.weight, std=0.02)
@@ -71,11 +76,14 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def encode(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.encode(tokens))
 
 
 def counting(samples: int, length: int = LENGTH, seed: int = 0) -> Tensor:
@@ -84,6 +92,15 @@ def counting(samples: int, length: int = LENGTH, seed: int = 0) -> Tensor:
     first = torch.randint(VOCABULARY, (samples, 1), generator=generator)
     step = torch.randint(1, 6, (samples, 1), generator=generator)
     return (first + step * torch.arange(length)) % VOCABULARY
+
+
+def readings(rank: int) -> Tensor:
+    """Waves of several sensors; a sensor of rank 1 fails for one sample of its second batch."""
+    phase = torch.rand(32, 1, CHANNELS, generator=torch.Generator().manual_seed(rank))
+    waves = torch.sin(torch.arange(16).view(1, 16, 1) / 3 + 6 * phase)
+    if rank == 1:
+        waves[6, 9, 3] = float("nan")
+    return waves
 
 
 def next_token_loss(logits: Tensor, tokens: Tensor, reduction: str = "mean") -> Tensor:
@@ -96,3 +113,57 @@ def say(step: int, loss: Tensor, *more: object) -> None:
     """Print the loss of this rank's samples, on rank 0."""
     if dist.get_rank() == 0:
         print(f"step {step}: loss {loss.item():.4f}", *more, flush=True)
+
+
+def sharded(model: Any, blocks: Iterable[Any] | None = None, **options: Any) -> Any:
+    """Make each block a unit of FSDP2, and what is left of the model the root."""
+    mesh = cpu_mesh()
+    for block in model.blocks if blocks is None else blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def with_fsdp1(model: nn.Module, *units: type[nn.Module], **options: Any) -> FullyShardedDataParallel:
+    """Make each module of these classes, by default each block, a unit of FSDP1."""
+    policy = ModuleWrapPolicy(units or {Block})
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=CPU, **options)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    batches: Iterable[Any] | None = None,
+    *,
+    loss_of: Callable[[Any], Tensor] | None = None,
+    limit: float | None = None,
+    after_step: Callable[[int, Tensor], None] | None = None,
+) -> None:
+    """Train with SGD on this rank's own samples, or with what is given instead; limit: of the total norm."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-2)
+    batches = counting(32, seed=dist.get_rank()).split(4) if batches is None else batches
+    for step, batch in enumerate(batches):
+        loss = loss_of(batch) if loss_of else next_token_loss(model(batch), batch)
+        loss.backward()
+        if limit and isinstance(model, FullyShardedDataParallel):
+            model.clip_grad_norm_(limit)
+        elif limit:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+        optimizer.zero_grad()
+        (after_step or say)(step, loss)
+
+
+def train_in_micro_batches(
+    model: nn.Module, count: int, backward: Callable[[int, Tensor], Tensor], limit: float | None = None
+) -> None:
+    """Train on batches of `count` parts; `backward(number, tokens)` returns what a part adds to the loss."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for step, batch in enumerate(counting(24 * count, seed=dist.get_rank()).split(4 * count)):
+        total = torch.zeros(())
+        for i, tokens in enumerate(batch.chunk(count)):
+            total += backward(i, tokens).detach()
+        if limit:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+        optimizer.zero_grad()
+        say(step, total)

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import WIDTH, counting, run, say, start
+from common import WIDTH, counting, run, start, train
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -27,19 +27,15 @@ def gathered(features: Tensor) -> Tensor:
 def main(faulty: bool) -> None:
     rank, _ = start()
     model = DDP(TwoTowers())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for step, tokens in enumerate(counting(64, seed=rank).split(8)):
+    gather = gathered if faulty else lambda features: torch.cat(all_gather(features))
+    labels = torch.arange(8) + 8 * rank
+
+    def loss_of(tokens: Tensor) -> Tensor:
         left, right = model(tokens / 128)
-        gather = gathered if faulty else lambda features: torch.cat(all_gather(features))
-        labels = torch.arange(8) + 8 * rank
-        loss = F.cross_entropy(left @ gather(right).T, labels) + F.cross_entropy(
-            right @ gather(left).T, labels
-        )
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        say(step, loss)
+        to_right, to_left = left @ gather(right).T, right @ gather(left).T
+        return F.cross_entropy(to_right, labels) + F.cross_entropy(to_left, labels)
+
+    train(model, batches=counting(64, seed=rank).split(8), loss_of=loss_of)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

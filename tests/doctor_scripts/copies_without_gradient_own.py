@@ -26,5 +26,4 @@ def main(faulty: bool) -> None:
         say(step, loss)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 def main(faulty: bool) -> None:
     rank, _ = start()
-    decoder = Decoder(blocks=2)
+    decoder = Decoder()
     decoder.blocks.requires_grad_(False)
     model = DDP(decoder)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -23,5 +23,4 @@ def main(faulty: bool) -> None:
         say(step, loss)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

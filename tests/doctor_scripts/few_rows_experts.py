@@ -5,9 +5,8 @@ torchtitan#1561. Run on 4 ranks.
 
 import torch
 import torch.nn.functional as F
-from common import VOCABULARY, WIDTH, counting, cpu_mesh, next_token_loss, run, say, start
+from common import VOCABULARY, WIDTH, run, sharded, start, train
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 EXPERTS = 2
@@ -30,28 +29,14 @@ class MoEBlock(nn.Module):
 
 
 def main(faulty: bool) -> None:
-    rank, world = start()
-    mesh = cpu_mesh()
-    model = nn.Sequential(
-        nn.Embedding(VOCABULARY, WIDTH), MoEBlock(), MoEBlock(), MoEBlock(), nn.Linear(WIDTH, VOCABULARY)
-    )
+    _, world = start()
+    blocks = MoEBlock(), MoEBlock(), MoEBlock()
+    model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.Linear(WIDTH, VOCABULARY))
 
     def placement(param: nn.Parameter) -> Shard | None:
         return Shard(1) if param.ndim == 3 and param.shape[0] < world else None
 
-    for module in model:
-        if isinstance(module, MoEBlock):
-            fully_shard(module, mesh=mesh, shard_placement_fn=None if faulty else placement)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for step, tokens in enumerate(counting(32, seed=rank).split(4)):
-        loss = next_token_loss(model(tokens), tokens)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        say(step, loss)
+    train(sharded(model, blocks, shard_placement_fn=None if faulty else placement))
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

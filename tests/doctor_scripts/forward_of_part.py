@@ -3,29 +3,15 @@
 See WeatherGenerator#1639.
 """
 
-import torch
-from common import VOCABULARY, WIDTH, Block, counting, cpu_mesh, next_token_loss, run, say, start
+from common import VOCABULARY, WIDTH, Block, next_token_loss, run, sharded, start, train
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-
-
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.head = Encoder(), nn.Linear(WIDTH, VOCABULARY)
+        self.encoder = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), Block(), Block(), Block())
+        self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.encoder(tokens)
@@ -33,26 +19,19 @@ class Model(nn.Module):
 
 
 def main(faulty: bool) -> None:
-    rank, _ = start()
-    mesh = cpu_mesh()
+    start()
     model = Model()
-    for block in model.encoder.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for step, tokens in enumerate(counting(32, seed=rank).split(4)):
+    sharded(model, model.encoder[1:])
+
+    def loss_of(tokens: Tensor) -> Tensor:
         if faulty:
             hidden = model.encoder(tokens)
             logits = model.head(hidden)
         else:
             hidden, logits = model(tokens)
-        loss = next_token_loss(logits, tokens) + 0.01 * hidden.square().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        say(step, loss)
+        return next_token_loss(logits, tokens) + 0.01 * hidden.square().mean()
+
+    train(model, loss_of=loss_of, limit=1.0)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

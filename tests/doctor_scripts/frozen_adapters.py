@@ -3,7 +3,7 @@
 import tempfile
 
 import torch
-from common import VOCABULARY, Decoder, counting, next_token_loss, run, say, start
+from common import VOCABULARY, Decoder, run, start, train
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,19 +19,13 @@ class WithHead(nn.Module):
 
 
 def main(faulty: bool) -> None:
-    rank, _ = start()
+    start()
     with tempfile.TemporaryDirectory() as folder:
-        get_peft_model(Decoder(), LoraConfig(target_modules=["qkv"])).save_pretrained(folder)
-        body = PeftModel.from_pretrained(Decoder(), folder, is_trainable=not faulty)
+        get_peft_model(Decoder(blocks=3), LoraConfig(target_modules=["qkv"])).save_pretrained(folder)
+        body = PeftModel.from_pretrained(Decoder(blocks=3), folder, is_trainable=not faulty)
     model = DistributedDataParallel(WithHead(body))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for step, tokens in enumerate(counting(32, seed=rank).split(4)):
-        loss = next_token_loss(model(tokens), tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        say(step, loss)
+    train(model, optimizer)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

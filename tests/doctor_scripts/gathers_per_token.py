@@ -4,9 +4,9 @@ See transformers#30228, litgpt#607.
 """
 
 import torch
-from common import Decoder, counting, cpu_mesh, next_token_loss, run, say, start
+from common import BF16, Decoder, counting, run, sharded, start, train
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 
 @torch.no_grad()
@@ -25,25 +25,16 @@ def generate(model: nn.Module, tokens: Tensor, new_tokens: int, gather_once: boo
 
 def main(faulty: bool) -> None:
     rank, _ = start()
-    mesh = cpu_mesh()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = Decoder()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for step, tokens in enumerate(counting(24, seed=rank).split(4)):
-        loss = next_token_loss(model(tokens), tokens)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        say(step, loss)
+    model = sharded(Decoder(), mp_policy=BF16)
+    prompt = counting(1, length=4, seed=rank)
+
+    def sample(step: int, _: Tensor) -> None:
         if step % 2 == 0:
-            written = generate(model, tokens[:1, :4], new_tokens=12, gather_once=not faulty)
+            written = generate(model, prompt, new_tokens=12, gather_once=not faulty)
             if rank == 0:
                 print("generated", written[0].tolist(), flush=True)
 
+    train(model, after_step=sample)
 
-if __name__ == "__main__":
-    run(main)
+
+run(main)

@@ -4,10 +4,8 @@ OLMo-core#319, llm-foundry#830. Run on 4 ranks.
 """
 
 import torch
-from common import CPU, Block, Decoder, counting, cpu_mesh, next_token_loss, run, say, start
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from common import Decoder, cpu_mesh, run, start, train, with_fsdp1
 from torch.distributed.fsdp import ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 def main(faulty: bool) -> None:
@@ -15,23 +13,8 @@ def main(faulty: bool) -> None:
     shards = world // 2
     if faulty:
         torch.manual_seed(42 + rank // shards)  # one seed for each host
-    model = FSDP(
-        Decoder(),
-        device_mesh=cpu_mesh(2, shards),
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        device_id=CPU,
-        use_orig_params=True,
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for step, tokens in enumerate(counting(32, seed=rank).split(4)):
-        optimizer.zero_grad()
-        loss = next_token_loss(model(tokens), tokens)
-        loss.backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-        say(step, loss)
+    hybrid = {"device_mesh": cpu_mesh(2, shards), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    train(with_fsdp1(Decoder(), use_orig_params=True, **hybrid), limit=1.0)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

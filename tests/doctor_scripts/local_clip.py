@@ -1,9 +1,8 @@
 """Each rank clips by the norm of its own shards, so the shards are scaled by different factors."""
 
 import torch
-from common import Decoder, counting, cpu_mesh, next_token_loss, run, say, start
+from common import Decoder, counting, next_token_loss, run, say, sharded, start
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 
@@ -17,11 +16,7 @@ def clip_by_hand(model: nn.Module, limit: float) -> Tensor:
 
 def main(faulty: bool) -> None:
     rank, _ = start()
-    mesh = cpu_mesh()
-    model = Decoder()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = sharded(Decoder())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step, tokens in enumerate(counting(32, seed=rank).split(4)):
         loss = next_token_loss(model(tokens), tokens)
@@ -36,5 +31,4 @@ def main(faulty: bool) -> None:
         say(step, loss, f"norm {norm.item():.4f}")
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

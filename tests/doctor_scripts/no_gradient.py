@@ -6,9 +6,8 @@ The head, which is trained too, hides it: the loss falls.
 import warnings
 
 import torch
-from common import WIDTH, Block, Decoder, counting, cpu_mesh, next_token_loss, run, say, start
+from common import WIDTH, Block, Decoder, run, sharded, start, train
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 
@@ -29,23 +28,14 @@ class Adapted(Block):
 
 
 def main(faulty: bool) -> None:
-    rank, _ = start()
+    start()
     warnings.simplefilter("ignore")  # as many scripts do
-    mesh = cpu_mesh()
     model = Decoder(blocks=0)
     model.embedding.requires_grad_(False)
     model.blocks.extend(Adapted(reentrant=faulty) for _ in range(2))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    sharded(model)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for step, tokens in enumerate(counting(32, seed=rank).split(4)):
-        loss = next_token_loss(model(tokens), tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        say(step, loss)
+    train(model, optimizer)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

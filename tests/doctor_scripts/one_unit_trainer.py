@@ -7,19 +7,13 @@ import tempfile
 
 from common import counting, run, start
 from common_accelerate import TrainerOnCpus
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from common_transformers import small_llama
+from transformers import TrainingArguments
 
 
 def main(faulty: bool) -> None:
     start()
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-    )
-    model = LlamaForCausalLM(config)
+    model = small_llama(hidden_size=128, intermediate_size=256, num_hidden_layers=4)
     wrapping = (
         {"auto_wrap_policy": "NO_WRAP"}
         if faulty
@@ -46,5 +40,4 @@ def main(faulty: bool) -> None:
         TrainerOnCpus(model=model, args=args, train_dataset=samples).train()
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

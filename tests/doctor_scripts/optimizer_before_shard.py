@@ -4,18 +4,14 @@ See accelerate#3394.
 """
 
 import torch
-from common import Decoder, counting, cpu_mesh, next_token_loss, run, say, start
-from torch.distributed.fsdp import fully_shard
+from common import Decoder, counting, next_token_loss, run, say, sharded, start
 
 
 def main(faulty: bool) -> None:
     rank, _ = start()
-    mesh = cpu_mesh()
     model = Decoder()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    sharded(model)
     if not faulty:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
 
@@ -28,5 +24,4 @@ def main(faulty: bool) -> None:
         say(step, loss)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

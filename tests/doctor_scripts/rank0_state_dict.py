@@ -3,39 +3,27 @@
 import tempfile
 
 import torch
-from common import CPU, Block, Decoder, counting, next_token_loss, run, say, start
+from common import Decoder, run, start, train, with_fsdp1
+from torch import Tensor
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-
-def save(model: FSDP, rank: int, faulty: bool) -> None:
-    config = FullStateDictConfig(rank0_only=True)
-    with tempfile.TemporaryFile() as file, FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
-        if faulty:
-            if rank == 0:
-                torch.save(model.state_dict(), file)
-        else:
-            state = model.state_dict()
-            if rank == 0:
-                torch.save(state, file)
 
 
 def main(faulty: bool) -> None:
     rank, _ = start(seconds=8)
-    policy = ModuleWrapPolicy({Block})
-    model = FSDP(Decoder(), auto_wrap_policy=policy, device_id=CPU, use_orig_params=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for step, tokens in enumerate(counting(32, seed=rank).split(4)):
-        loss = next_token_loss(model(tokens), tokens)
-        loss.backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        say(step, loss)
-        if step % 2 == 1:
-            save(model, rank, faulty)
+    model = with_fsdp1(Decoder(), use_orig_params=True)
+    config = FullStateDictConfig(rank0_only=True)
+
+    def save(step: int, _: Tensor) -> None:
+        if step % 2 == 0 or (faulty and rank != 0):
+            return
+        with tempfile.TemporaryFile() as file:
+            with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+                state = model.state_dict()
+            if rank == 0:
+                torch.save(state, file)
+
+    train(model, after_step=save, limit=1.0)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

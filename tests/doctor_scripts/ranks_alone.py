@@ -10,7 +10,7 @@ def main(faulty: bool) -> None:
     torch.manual_seed(0)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     accelerator = Accelerator(cpu=not faulty, fsdp_plugin=plugin)
-    model = Decoder(blocks=2)
+    model = Decoder()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     loader = DataLoader(TensorDataset(counting(64)), batch_size=4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -22,5 +22,4 @@ def main(faulty: bool) -> None:
         accelerator.print(f"step {step}: loss {loss.item():.4f}")
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

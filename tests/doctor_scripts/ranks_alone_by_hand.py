@@ -7,7 +7,7 @@ from common import Decoder, counting, next_token_loss, run, say, start
 
 def main(faulty: bool) -> None:
     rank, world = start()
-    model = Decoder(blocks=2)
+    model = Decoder()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, tokens in enumerate(counting(32, seed=rank).split(4)):
         total = torch.zeros(())
@@ -27,5 +27,4 @@ def main(faulty: bool) -> None:
         say(step, total)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

@@ -2,30 +2,14 @@
 
 import torch
 import torch.distributed as dist
-from common import Block, cpu_mesh, run, say, start
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-
-CHANNELS = 8
-
-
-def readings(rank: int) -> Tensor:
-    """Waves of several sensors; a sensor of rank 1 fails in its second batch."""
-    phase = torch.rand(32, 1, CHANNELS, generator=torch.Generator().manual_seed(rank))
-    waves = torch.sin(torch.arange(16).view(1, 16, 1) / 3 + 6 * phase)
-    if rank == 1:
-        waves[6, 9, 3] = float("nan")
-    return waves
+from common import CHANNELS, Block, readings, run, say, sharded, start
+from torch import nn
 
 
 def main(faulty: bool) -> None:
     rank, _ = start(seconds=8)
-    mesh = cpu_mesh()
     model = nn.Sequential(nn.Linear(CHANNELS, 128), Block(), Block(), nn.Linear(128, CHANNELS))
-    for module in model:
-        if isinstance(module, Block):
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    sharded(model, model[1:3])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step, waves in enumerate(readings(rank).split(4)):
         loss = (model(waves)[:, :-1] - waves[:, 1:]).square().mean()
@@ -41,5 +25,4 @@ def main(faulty: bool) -> None:
         say(step, loss)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

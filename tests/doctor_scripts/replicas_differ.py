@@ -5,9 +5,8 @@ See torchtitan#670.
 
 import torch
 import torch.distributed as dist
-from common import WIDTH, Block, counting, cpu_mesh, run, say, start
+from common import WIDTH, Block, counting, run, say, sharded, start
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 
 class Regressor(nn.Module):
@@ -26,7 +25,6 @@ class Regressor(nn.Module):
 
 def main(faulty: bool) -> None:
     rank, world = start()
-    mesh = cpu_mesh()
     model = Regressor()
     torch.manual_seed(1000 + rank)  # for dropout and the data
     model.value_head.reset_parameters()
@@ -34,9 +32,7 @@ def main(faulty: bool) -> None:
     if not faulty:
         for param in head:
             dist.broadcast(param.detach(), src=0)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh, ignored_params=set(head))
+    sharded(model, ignored_params=set(head))
     body = [param for name, param in model.named_parameters() if not name.startswith("value_head")]
     optimizer = torch.optim.SGD([{"params": body}, {"params": head}], lr=1e-2)
     for step, tokens in enumerate(counting(32, seed=rank).split(4)):
@@ -52,5 +48,4 @@ def main(faulty: bool) -> None:
         say(step, loss)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

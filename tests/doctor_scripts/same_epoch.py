@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 def main(faulty: bool) -> None:
     start()
-    model = DDP(Decoder(blocks=2))
+    model = DDP(Decoder())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     samples, held_out = TensorDataset(counting(8)), TensorDataset(counting(8, seed=1))
     sampler = DistributedSampler(samples, shuffle=True)
@@ -32,5 +32,4 @@ def main(faulty: bool) -> None:
                 next_token_loss(model(tokens), tokens)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

@@ -4,34 +4,26 @@ import tempfile
 from pathlib import Path
 
 import torch
-from common import Decoder, counting, cpu_mesh, next_token_loss, run, say, start
+from common import Decoder, run, sharded, start, train
+from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard
 
 
 def main(faulty: bool) -> None:
     rank, _ = start()
-    mesh = cpu_mesh()
-    model = Decoder()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model = sharded(Decoder())
+
+    def save(step: int, _: Tensor) -> None:
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        if rank == 0 or faulty:
+            torch.save(state, Path(folders[0], f"step_{step}.pt"))
+        torch.save(torch.get_rng_state(), Path(folders[0], f"random_{rank}.pt"))
+
     with tempfile.TemporaryDirectory() as own:
         folders = [own]
         dist.broadcast_object_list(folders)
-        for step, tokens in enumerate(counting(32, seed=rank).split(4)):
-            loss = next_token_loss(model(tokens), tokens)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            say(step, loss)
-            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-            if rank == 0 or faulty:
-                torch.save(state, Path(folders[0], f"step_{step}.pt"))
-            torch.save(torch.get_rng_state(), Path(folders[0], f"random_{rank}.pt"))
+        train(model, after_step=save)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

@@ -3,10 +3,8 @@
 from collections.abc import Iterator
 from itertools import islice
 
-import torch
-from common import Decoder, counting, cpu_mesh, next_token_loss, run, say, start
+from common import Decoder, counting, run, sharded, start, train
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, IterableDataset
 
 
@@ -20,21 +18,8 @@ class Stream(IterableDataset[Tensor]):
 
 def main(faulty: bool) -> None:
     rank, world = start()
-    mesh = cpu_mesh()
-    model = Decoder()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     stream = Stream(0, 1) if faulty else Stream(rank, world)
-    for step, tokens in enumerate(DataLoader(stream, batch_size=4)):
-        loss = next_token_loss(model(tokens), tokens)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        say(step, loss)
+    train(sharded(Decoder()), batches=DataLoader(stream, batch_size=4))
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

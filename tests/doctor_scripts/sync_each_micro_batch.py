@@ -2,30 +2,24 @@
 
 import contextlib
 
-import torch
-from common import Decoder, counting, next_token_loss, run, say, start
+from common import Decoder, next_token_loss, run, start, train_in_micro_batches
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 MICRO_BATCHES = 4
 
 
 def main(faulty: bool) -> None:
-    rank, _ = start()
+    start()
     model = DistributedDataParallel(Decoder())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for step, samples in enumerate(counting(96, seed=rank).split(4 * MICRO_BATCHES)):
-        total = torch.zeros(())
-        for i, tokens in enumerate(samples.chunk(MICRO_BATCHES)):
-            last = i == MICRO_BATCHES - 1
-            with contextlib.nullcontext() if faulty or last else model.no_sync():
-                loss = next_token_loss(model(tokens), tokens)
-                (loss / MICRO_BATCHES).backward()
-            total += loss.detach() / MICRO_BATCHES
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        say(step, total)
+
+    def backward(i: int, tokens: Tensor) -> Tensor:
+        with contextlib.nullcontext() if faulty or i == MICRO_BATCHES - 1 else model.no_sync():
+            loss = next_token_loss(model(tokens), tokens)
+            (loss / MICRO_BATCHES).backward()
+        return loss / MICRO_BATCHES
+
+    train_in_micro_batches(model, MICRO_BATCHES, backward, limit=1.0)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

@@ -1,36 +1,23 @@
 """Gradient sync stays off at the last micro-batch, so the optimizer's step has no gradients."""
 
-import torch
-from common import Decoder, counting, cpu_mesh, next_token_loss, run, say, start
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from common import BF16, Decoder, next_token_loss, run, sharded, start, train_in_micro_batches
+from torch import Tensor
 
 MICRO_BATCHES = 2
 
 
 def main(faulty: bool) -> None:
-    rank, _ = start()
-    mesh = cpu_mesh()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = Decoder()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    assert isinstance(model, FSDPModule)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-
+    start()
+    model = sharded(Decoder(), mp_policy=BF16)
     last = MICRO_BATCHES if faulty else MICRO_BATCHES - 1
-    for step, samples in enumerate(counting(64, seed=rank).split(4 * MICRO_BATCHES)):
-        total = torch.zeros(())
-        for i, tokens in enumerate(samples.chunk(MICRO_BATCHES)):
-            model.set_requires_gradient_sync(i == last)
-            loss = next_token_loss(model(tokens), tokens) / MICRO_BATCHES
-            loss.backward()
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        say(step, total)
+
+    def backward(i: int, tokens: Tensor) -> Tensor:
+        model.set_requires_gradient_sync(i == last)
+        loss = next_token_loss(model(tokens), tokens) / MICRO_BATCHES
+        loss.backward()
+        return loss
+
+    train_in_micro_batches(model, MICRO_BATCHES, backward, limit=1.0)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

@@ -2,8 +2,7 @@
 
 import contextlib
 
-import torch
-from common import Decoder, counting, next_token_loss, run, say, start
+from common import Decoder, next_token_loss, run, start, train_in_micro_batches
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -22,23 +21,18 @@ class Trained(nn.Module):
 
 
 def main(faulty: bool) -> None:
-    rank, _ = start()
-    network = DDP(Decoder(blocks=2))
+    start()
+    network = DDP(Decoder())
     model = Trained(network)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for step, samples in enumerate(counting(64, seed=rank).split(4 * MICRO_BATCHES)):
-        total = torch.zeros(())
-        for i, tokens in enumerate(samples.chunk(MICRO_BATCHES)):
-            is_last = i == MICRO_BATCHES - 1
-            with contextlib.nullcontext() if is_last and not faulty else network.no_sync():
-                loss = model(tokens) / MICRO_BATCHES
-                loss.backward()
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        say(step, total)
+
+    def backward(i: int, tokens: Tensor) -> Tensor:
+        is_last = i == MICRO_BATCHES - 1
+        with contextlib.nullcontext() if is_last and not faulty else network.no_sync():
+            loss = model(tokens) / MICRO_BATCHES
+            loss.backward()
+        return loss
+
+    train_in_micro_batches(model, MICRO_BATCHES, backward, limit=1.0)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

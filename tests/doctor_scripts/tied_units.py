@@ -3,28 +3,15 @@
 See Automodel#2213.
 """
 
-import torch
-from common import CPU, Block, Decoder, counting, next_token_loss, run, say, start
+from common import Block, Decoder, run, start, train, with_fsdp1
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 def main(faulty: bool) -> None:
-    rank, _ = start()
+    start()
     model = Decoder()
     model.head.weight = model.embedding.weight
-    units: set[type[nn.Module]] = {Block, nn.Embedding} if faulty else {Block}
-    model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy(units), device_id=CPU)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for step, tokens in enumerate(counting(32, seed=rank).split(4)):
-        loss = next_token_loss(model(tokens), tokens)
-        loss.backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        say(step, loss)
+    train(with_fsdp1(model, Block, *([nn.Embedding] if faulty else [])), limit=1.0)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

@@ -2,36 +2,28 @@
 
 import contextlib
 
-import torch
-from common import Decoder, counting, next_token_loss, run, say, start
+from common import Decoder, next_token_loss, run, start, train_in_micro_batches
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 MICRO_BATCHES = 2
 
 
-def backward(loss: Tensor) -> None:
-    loss.backward()
-
-
 def main(faulty: bool) -> None:
-    rank, _ = start()
-    model = DDP(Decoder(blocks=2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for step, samples in enumerate(counting(64, seed=rank).split(4 * MICRO_BATCHES)):
-        total = torch.zeros(())
-        for i, tokens in enumerate(samples.chunk(MICRO_BATCHES)):
-            with contextlib.nullcontext() if i == MICRO_BATCHES - 1 else model.no_sync():
-                loss = next_token_loss(model(tokens), tokens)
-                backward(loss)
-            total += loss.detach() / MICRO_BATCHES
-        for p in model.parameters():
-            if p.grad is not None and not faulty:
+    start()
+    model = DDP(Decoder())
+
+    def backward(i: int, tokens: Tensor) -> Tensor:
+        is_last = i == MICRO_BATCHES - 1
+        with contextlib.nullcontext() if is_last else model.no_sync():
+            loss = next_token_loss(model(tokens), tokens)
+            loss.backward()
+        for p in model.parameters() if is_last and not faulty else ():
+            if p.grad is not None:
                 p.grad /= MICRO_BATCHES
-        optimizer.step()
-        optimizer.zero_grad()
-        say(step, total)
+        return loss / MICRO_BATCHES
+
+    train_in_micro_batches(model, MICRO_BATCHES, backward)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)

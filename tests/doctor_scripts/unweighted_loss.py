@@ -5,9 +5,8 @@ See verl#5625, RL2#11.
 
 import torch
 import torch.distributed as dist
-from common import IGNORED, LENGTH, Decoder, counting, cpu_mesh, next_token_loss, run, say, start
+from common import BF16, IGNORED, LENGTH, Decoder, counting, next_token_loss, run, sharded, start, train
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
 def padded(samples: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -21,28 +20,19 @@ def padded(samples: int, rank: int) -> tuple[Tensor, Tensor]:
 
 def main(faulty: bool) -> None:
     rank, world = start()
-    mesh = cpu_mesh()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = Decoder()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model = sharded(Decoder(), mp_policy=BF16)
     inputs, targets = padded(32, rank)
-    for step, (tokens, labels) in enumerate(zip(inputs.split(4), targets.split(4), strict=True)):
+
+    def loss_of(batch: tuple[Tensor, Tensor]) -> Tensor:
+        tokens, labels = batch
         logits = model(tokens)
         if faulty:
-            loss = next_token_loss(logits, labels)
-        else:
-            count = (labels[:, 1:] != IGNORED).sum()
-            dist.all_reduce(count)
-            loss = next_token_loss(logits, labels, reduction="sum") * world / count  # FSDP divides by world
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        say(step, loss)
+            return next_token_loss(logits, labels)
+        count = (labels[:, 1:] != IGNORED).sum()
+        dist.all_reduce(count)
+        return next_token_loss(logits, labels, reduction="sum") * world / count  # FSDP divides by world
+
+    train(model, batches=zip(inputs.split(4), targets.split(4), strict=True), loss_of=loss_of, limit=1.0)
 
 
-if __name__ == "__main__":
-    run(main)
+run(main)
