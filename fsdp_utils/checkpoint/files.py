@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError
 
 # Bytes that are written or read and then hashed: few enough to stay in the processor's cache in between.
-_BLOCK = 1 << 17
+_BLOCK = 1 << 20
 _SYNC_BYTES = 1 << 26  # after so many the disk begins to write
 _ADVICE: int | None = getattr(os, "POSIX_FADV_DONTNEED", None)  # Linux has it, macOS has not
 # URLs, also with the one slash that Path leaves of two. "run:1" and "C:/run" are paths.
