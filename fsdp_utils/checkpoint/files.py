@@ -74,9 +74,9 @@ def fill(target: memoryview, file: io.FileIO, begin: int, path: Path) -> None:
             target = target[count:]
 
 
-def hash_file(path: Path) -> str:
+def hash_file(path: Path, threads: int) -> str:
     """Return the BLAKE3 of a file, as hex digits."""
-    hashed, block = blake3(), memoryview(bytearray(_BLOCK))
+    hashed, block = blake3(max_threads=threads), memoryview(bytearray(_BLOCK))
     with open_file(path) as file, doing("read", path):
         while count := file.readinto(block):
             hashed.update(block[:count])

@@ -218,17 +218,17 @@ class StoredTensors:
             for region in self._regions(key, tensor):
                 by_file.setdefault(region.chunk.path, []).append(region)
 
-        def read_file(path: Path) -> None:
-            regions = sorted(by_file[path], key=lambda one: one.chunk.begin)
+        def read_some(regions: list[_Region]) -> None:
             # One for all regions: an allocator keeps some of those that are freed in between.
             size = max(_PIECE_BYTES, *(one.chunk.row_bytes for one in regions))
             buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-            with torch.no_grad(), open_file(path) as file:
-                for region in regions:
+            with torch.no_grad(), open_file(regions[0].chunk.path) as file:
+                for region in sorted(regions, key=lambda one: one.chunk.begin):
                     _read(region, file, buffer)
 
+        shares = [some[n::threads] for some in by_file.values() for n in range(min(threads, len(some)))]
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(read_file, by_file))  # raises the first error
+            list(pool.map(read_some, shares))  # raises the first error
 
     def read_whole(self, key: str) -> Tensor:
         """Read one of the tensors, whole, into CPU memory."""
