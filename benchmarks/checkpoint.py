@@ -4,13 +4,15 @@
 
 A state of so many GiB, float32 parameters and AdamW's state sharded by fully_shard, is saved and loaded in
 turn by `save_distributed` and `load_distributed` (hashes taken and compared), by plain dcp.save and dcp.load,
-and written and read as raw bytes. Before it counts as saved, everything is on the disk: DCP's writer calls
-fsync by default (sync_files=True), and the raw write is given one. The peers' times leave out what a program
-adds to them, get_state_dict and set_state_dict; ours contain it. All load into tensors that are there
-already, from the page cache: it was just written. Times are of the slowest rank, from a barrier on. Ratios
-are medians over the rounds, each round with its own peer.
+and written and read as raw bytes, without hashes and with them. No verified load takes less than the last:
+nothing may change before all is verified, so it reads every byte twice, and hashes it once. Before it counts
+as saved, everything is on the disk: DCP's writer calls fsync by default (sync_files=True), and the raw write
+is given one. The peers' times leave out what a program adds to them, get_state_dict and set_state_dict; ours
+contain it. All load into tensors that are there already, from the page cache: it was just written. Times are
+of the slowest rank, from a barrier on. Ratios are medians over the rounds, each round with its own peer.
 
-Then: how long save_distributed(asynchronous=True) keeps the training waiting, and the peak host memory of a
+Then: how long save_distributed(asynchronous=True) keeps the training waiting, and how long a copy of the
+shard takes, which it cannot do without (the first time into new memory); and the peak host memory of a
 synchronous save and a load, each round in new processes.
 Exits with 1 if a limit that the project promises is broken.
 """
@@ -49,7 +51,9 @@ SAVE_RATIO, BLOCKED, FIRST, MEMORY = 1.05, 0.10, 0.25, 1.0  # the limits
 LOAD_RATIOS = {2: 1.0, 4: 1.2}  # by the number of ranks
 LIMIT_S = 1200.0  # of one call of run_on_ranks
 
-WAYS = ("ours", "plain DCP", "raw bytes")
+BLOCK = 1 << 20  # bytes that are hashed while they are in the processor's cache
+
+WAYS = ("ours", "plain DCP", "raw bytes", "raw, hashed")
 
 
 def build(gib: float) -> tuple[nn.Module, Optimizer]:
@@ -93,18 +97,26 @@ def timed(call: Callable[[], Any]) -> float:
 # ---- the ways of saving and loading ------------------------------------------------------------------
 
 
-def write_raw(path: Path, tensors: list[Tensor]) -> None:
-    with path.open("wb") as file:
-        for tensor in tensors:
-            file.write(view(tensor))
-        file.flush()
+def write_raw(path: Path, tensors: list[Tensor], *, hashed: bool) -> None:
+    digest = blake3()
+    with path.open("wb", buffering=0) as file:
+        for left in map(view, tensors):
+            while left:
+                count = file.write(left[:BLOCK])
+                if hashed:
+                    digest.update(left[:count])
+                left = left[count:]
         os.fsync(file.fileno())
 
 
-def read_raw(path: Path, tensors: list[Tensor]) -> None:
+def read_raw(path: Path, tensors: list[Tensor], *, hashed: bool) -> None:
     with path.open("rb", buffering=0) as file:
-        for tensor in tensors:
-            place = view(tensor)
+        if hashed:
+            digest, block = blake3(), memoryview(bytearray(BLOCK))
+            while count := file.readinto(block):
+                digest.update(block[:count])
+            file.seek(0)
+        for place in map(view, tensors):
             while place and (count := file.readinto(place)):
                 place = place[count:]
 
@@ -120,8 +132,9 @@ def one_round(way: str, folder: Path, model: nn.Module, optimizer: Optimizer) ->
         state = {"model": parts[0], "optimizer": parts[1]}
         save = timed(lambda: dcp.save(state, checkpoint_id=folder))
         return save, timed(lambda: dcp.load(state, checkpoint_id=folder))
-    save = timed(lambda: write_raw(own, shard))
-    return save, timed(lambda: read_raw(own, shard))
+    hashed = way == "raw, hashed"
+    save = timed(lambda: write_raw(own, shard, hashed=hashed))
+    return save, timed(lambda: read_raw(own, shard, hashed=hashed))
 
 
 def measure_ways(directory: Path, gib: float, rounds: int) -> dict[str, list[tuple[float, float]]]:
@@ -147,13 +160,21 @@ def measure_ways(directory: Path, gib: float, rounds: int) -> dict[str, list[tup
 # ---- asynchronous --------------------------------------------------------------------------------------
 
 
-def measure_blocking(directory: Path, gib: float, rounds: int) -> list[tuple[float, float, float]]:
-    """Seconds of a synchronous save, that an asynchronous one blocks, and until that is durable.
+def measure_blocking(directory: Path, gib: float, rounds: int) -> list[tuple[float, float, float, float]]:
+    """Seconds of a synchronous save, that an asynchronous one blocks, until that is durable, and of a copy.
 
     The first round is a cold one.
     """
     model, optimizer = build(gib)
-    seen = []
+    seen, shard = [], shard_of(model, optimizer)
+    room: list[Tensor] = []
+
+    def copy() -> None:
+        """Copy the shard, the first time into new memory."""
+        room.extend(map(torch.empty_like, shard[len(room) :]))
+        for place, part in zip(room, shard, strict=True):
+            place.copy_(part)
+
     for _ in range(rounds + 1):
         sync = timed(lambda: save_distributed(directory, model, optimizer, step=1, keep=1))
         os.sync()
@@ -165,7 +186,7 @@ def measure_blocking(directory: Path, gib: float, rounds: int) -> list[tuple[flo
         blocked = timed(begin)
         rest = timed(saves[0].wait)
         os.sync()
-        seen.append((sync, blocked, blocked + rest))
+        seen.append((sync, blocked, blocked + rest, timed(copy)))
     return seen
 
 
@@ -210,7 +231,7 @@ def measure_memory(directory: Path, gib: float) -> tuple[int, int, int]:
 
 def hash_seconds() -> float:
     """Of one GiB on one core."""
-    data = bytes(1 << 28)
+    data = b"x" * (1 << 28)  # zeros would be one page of memory, which stays in the processor's cache
     blake3(data)
     start = time.perf_counter()
     blake3(data)
@@ -256,11 +277,13 @@ def measure(ranks: int, gib: float, rounds: int, directory: Path) -> dict[str, b
     print(table(["way", "save s", "range", "/ DCP", "load s", "range", "/ DCP"], rows))
 
     first, *later = blocking
-    sync, blocked, whole = ([one[column] for one in later] for column in range(3))
+    sync, blocked, whole, copied = ([one[column] for one in later] for column in range(4))
     print(
         f"\nsynchronous {seconds(sync)[0]} s; asynchronous: blocked {statistics.median(blocked):.3f} s "
         f"({first[1]:.3f} s the first time, when the copy's memory is new), "
-        f"durable after {seconds(whole)[0]} s"
+        f"durable after {seconds(whole)[0]} s; a copy of the shard alone: {statistics.median(copied):.3f} s "
+        f"({first[3]:.3f} s into new memory), {ratio(copied, sync):.2f} "
+        f"({first[3] / statistics.median(sync):.2f}) of a synchronous save"
     )
     memory = max(peak / shard for each in peaks for *two, shard in each for peak in two)
     gibs = [[f"{value / 2**30:.3f}" for value in rank] for rank in peaks[-1]]

@@ -141,6 +141,41 @@ def test_every_optimizer_goes_on_as_it_would_have(tmp_path: Path) -> None:
         assert losses == pytest.approx(expected[kind][0], rel=rel), kind
 
 
+def parts(params: Params, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """This rank's parts of the parameters and of their moments."""
+    found = {f"{n}": param.detach() for n, param in enumerate(params)}
+    found |= {f"{n} {k}": v for n, param in enumerate(params) for k, v in optimizer.state[param].items()}
+    return {name: one.to_local() for name, one in found.items() if isinstance(one, DTensor)}
+
+
+def load_in_place(folder: Path) -> tuple[list[str], list[str]]:
+    """Load where two parameters share a moment, and another moment is its parameter's own memory."""
+    model, optimizer = build("fsdp2")
+    train(model, [optimizer], Data(), 2)
+    save_distributed(folder, model, optimizer, step=1)
+    params: Params = optimizer.param_groups[0]["params"]
+    before = parts(params, optimizer)
+    addresses, expected = [
+        {k: fn(v) for k, v in before.items()} for fn in (torch.Tensor.data_ptr, torch.clone)
+    ]
+    one, other = params[0], params[6]  # of the two blocks
+    optimizer.state[other]["exp_avg"] = optimizer.state[one]["exp_avg"]
+    optimizer.state[other]["exp_avg_sq"] = other.detach()
+    for part in before.values():
+        part.zero_()
+    load_distributed(folder, model, optimizer)
+    found = parts(params, optimizer)
+    moved = [name for name, part in found.items() if part.data_ptr() != addresses[name] and part.numel()]
+    return moved, [name for name, part in found.items() if not torch.equal(part, expected[name])]
+
+
+def test_a_load_reads_into_the_state_that_is_there(tmp_path: Path) -> None:
+    """Memory from the system takes longer to get than to read into. What is shared gets memory of its own."""
+    for moved, wrong in run_on_ranks(load_in_place, tmp_path):
+        assert not wrong
+        assert moved == ["6 exp_avg", "6 exp_avg_sq"]
+
+
 # ---- other optimizers --------------------------------------------------------------------------------------
 
 

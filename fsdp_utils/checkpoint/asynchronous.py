@@ -4,37 +4,29 @@ import atexit
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from itertools import accumulate
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.sharding.local_part import local
-from fsdp_utils.torch_internals.runtime import dtensor_like
+from fsdp_utils.checkpoint.tensor_files import ALIGNED, Part
 
 # The memory of the copies, kept for the next save: fresh memory takes longer than the copy into it.
 _memory = torch.empty(0, dtype=torch.uint8)
-_ALIGNED = 64  # each copy begins at a multiple of so many bytes
 
 
-def stage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to CPU memory that the next call overwrites; pinned, if they are on a GPU."""
+def stage(parts: Mapping[str, Part]) -> dict[str, Part]:
+    """Copy chunks to CPU memory that the next call overwrites; pinned, if they are on a GPU."""
     global _memory
-    parts = {key: local(tensor.detach()) for key, tensor in tensors.items()}
-    ends = list(accumulate((-(-part.nbytes // _ALIGNED) * _ALIGNED for part in parts.values()), initial=0))
-    cuda = any(part.is_cuda for part in parts.values())
-    if _memory.nbytes != ends[-1] or (cuda and not _memory.is_pinned()):
+    sizes = [-(-part.nbytes // ALIGNED) * ALIGNED for _, part in parts.values()]
+    cuda = any(part.is_cuda for _, part in parts.values())
+    if _memory.nbytes != sum(sizes) or (cuda and not _memory.is_pinned()):
         _memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees what there was before
-        _memory = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=cuda, device="cpu")
+        _memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=cuda, device="cpu")
     staged = {}
-    for (key, part), begin in zip(parts.items(), ends, strict=False):
-        copy = _memory[begin : begin + part.nbytes].view(part.dtype).view(part.shape)
-        copy.copy_(part, non_blocking=True)
-        tensor = tensors[key]
-        staged[key] = dtensor_like(copy, tensor) if isinstance(tensor, DTensor) else copy
+    for (key, (offsets, part)), place in zip(parts.items(), _memory.split(sizes), strict=True):
+        copy = place[: part.nbytes].view(part.dtype).view(part.shape)
+        staged[key] = offsets, copy.copy_(part, non_blocking=True)
     if cuda:
         torch.cuda.synchronize()  # pinned memory is copied to without waiting
     return staged

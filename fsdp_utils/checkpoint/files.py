@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError
 
 # Bytes that are written or read and then hashed: few enough to stay in the processor's cache in between.
-_BLOCK = 1 << 17
+_BLOCK = 1 << 20
 _SYNC_BYTES = 1 << 26  # after so many the disk begins to write
 _ADVICE: int | None = getattr(os, "POSIX_FADV_DONTNEED", None)  # Linux has it, macOS has not
 # URLs, also with the one slash that Path leaves of two. "run:1" and "C:/run" are paths.
@@ -74,9 +74,9 @@ def fill(target: memoryview, file: io.FileIO, begin: int, path: Path) -> None:
             target = target[count:]
 
 
-def hash_file(path: Path) -> str:
+def hash_file(path: Path, threads: int) -> str:
     """Return the BLAKE3 of a file, as hex digits."""
-    hashed, block = blake3(), memoryview(bytearray(_BLOCK))
+    hashed, block = blake3(max_threads=threads), memoryview(bytearray(_BLOCK))
     with open_file(path) as file, doing("read", path):
         while count := file.readinto(block):
             hashed.update(block[:count])

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -213,7 +213,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def check_files(
-    checkpoint: Path, manifest: Mapping[str, Any], names: Iterable[str], *, threads: int = 1
+    checkpoint: Path, manifest: Mapping[str, Any], names: Collection[str], *, threads: int = 1
 ) -> None:
     """Compare all names and sizes, and the hashes of the files named, with a checkpoint's manifest."""
     files = manifest["files"]
@@ -230,7 +230,7 @@ def check_files(
             raise CheckpointDamagedError(f"{checkpoint / name}: expected {expected}, found {found}")
 
     def check(name: str) -> None:
-        if (found := hash_file(checkpoint / name)) != files[name]["blake3"]:
+        if (found := hash_file(checkpoint / name, max(1, threads // len(names)))) != files[name]["blake3"]:
             raise CheckpointDamagedError(
                 f"{checkpoint / name}: expected blake3 {files[name]['blake3']}, found {found}: it is not "
                 "what was saved (a damaged disk or copy, or a file of another checkpoint)"

@@ -22,6 +22,7 @@ from fsdp_utils.torch_internals.fsdp import fsdp1_handle
 from fsdp_utils.torch_internals.names import get_param_to_fqns
 
 _SHOWN = 5  # problems in one error
+_LAYOUT = ("shape", "device", "device_mesh", "placements")
 
 
 class Matched(NamedTuple):
@@ -81,6 +82,7 @@ class Targets(list[tuple[str, Tensor]]):
 
     def __init__(self, held: Held, specs: Mapping[str, Tensor]) -> None:
         self.specs = specs
+        self._taken = _memory(held.tensors.values())
         self._params = {name: one for name, one in held.of_model().items() if isinstance(one, DTensor)}
 
     def full(self, key: str, _: object = None) -> Tensor:
@@ -101,7 +103,7 @@ class Targets(list[tuple[str, Tensor]]):
         for start in range(1, len(parts)):  # the longest name first; AveragedModel's begin with "module."
             param = self._params.get(plain_name(*parts[start:]))
             if param is not None and param.shape == spec.shape:
-                return self.like(param, key, dims)
+                return self.like(param, {}, key, dims)
         if len(dims) != mesh.ndim:
             sharded = [dim for dim in dims if dim is not None][-mesh.ndim :]
             dims = [None] * (mesh.ndim - len(sharded)) + sharded
@@ -109,10 +111,18 @@ class Targets(list[tuple[str, Tensor]]):
         new = empty_dtensor(spec.shape, dtype=spec.dtype, device_mesh=mesh, placements=placements)
         return self._add(key, new)
 
-    def like(self, param: Tensor, key: str, dims: list[int | None]) -> Tensor:
-        """Allocate a tensor on a parameter's device, and sharded as that is, where it has its shape."""
-        spec = self.specs[key]
+    def like(self, param: Tensor, old: dict[str, Any], key: str, dims: list[int | None]) -> Tensor:
+        """Make a tensor on a parameter's device, and sharded as that is, where it has its shape."""
+        spec, there = self.specs[key], old.pop(key.rpartition(".")[2], None)
         if param.shape == spec.shape:
+            # The old one, if it is alike: new memory takes longer to get than to read into.
+            alike = all(getattr(there, what, None) == getattr(param, what, None) for what in _LAYOUT)
+            if alike and there.dtype == spec.dtype and local(there).is_contiguous():
+                memory = _memory([there])
+                if memory and not memory & self._taken:  # else it has the values of something else, too
+                    self._taken |= memory
+                    return self._add(key, there)
+            del there
             return self._add(key, torch.empty_like(param, dtype=spec.dtype, requires_grad=False))
         if dims and isinstance(param, DTensor):  # as the scales of quantized moments
             return self.of_state(key, dims)
@@ -121,6 +131,11 @@ class Targets(list[tuple[str, Tensor]]):
     def _add(self, key: str, tensor: Any) -> Tensor:
         self.append((key, tensor))
         return tensor
+
+
+def _memory(tensors: Iterable[Tensor]) -> set[int]:
+    """Return where the storages of these tensors begin."""
+    return {part.untyped_storage().data_ptr() for part in map(local, tensors) if is_readable(part)}
 
 
 # ---- optimizers --------------------------------------------------------------------------------------
@@ -185,14 +200,17 @@ def _check_cuts(held: Held, model: nn.Module, saved: Mapping[str, Any], targets:
 def new_state(
     held: Held, optimizers: Sequence[Optimizer], plain: Mapping[str, Any], targets: Targets
 ) -> dict[str, dict[str, Any]]:
-    """Allocate the state of the optimizers, by name of the parameter; first frees the one that they have."""
+    """Make the state of the optimizers, by name of the parameter, in the memory of their old one."""
+    old: dict[str, dict[str, Any]] = {}
     for optimizer in optimizers:
         if type(optimizer).load_state_dict is Optimizer.load_state_dict:  # another may go on from its state
+            for param in held.names.keys() & optimizer.state.keys():
+                old[held.names[param][0]] = dict(optimizer.state[param])
             optimizer.state.clear()
     state: dict[str, dict[str, Any]] = {}
     for name, entries in plain["optimizer"].items() if optimizers else ():
-        param = held.tensors[MODEL + held.first_name(name)]
-        state[held.first_name(name)] = decode(entries, partial(targets.like, param))
+        first = held.first_name(name)
+        state[first] = decode(entries, partial(targets.like, held.tensors[MODEL + first], old.pop(first, {})))
     return state
 
 

@@ -30,7 +30,7 @@ from fsdp_utils.checkpoint.state import (
     listed,
     unwrapped,
 )
-from fsdp_utils.checkpoint.tensor_files import check_storable, write_tensors
+from fsdp_utils.checkpoint.tensor_files import Part, own_parts, write_tensors
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks, fingerprint
 from fsdp_utils.sharding.copies import broadcasts_buffers, copies_of, differing
 from fsdp_utils.sharding.names import plain_name, some_names
@@ -120,7 +120,7 @@ def save_distributed(
 
     with collective_call("save_distributed", model, optimizers, facts, wait_s=wait_s) as ranks:
 
-        def collect() -> tuple[Held, dict[str, Tensor], dict[str, bytes]]:
+        def collect() -> tuple[Held, dict[str, Part], dict[str, bytes]]:
             held = Held.of(model)
             held.add_optimizers(model, optimizers)
             for name in ignored:
@@ -129,18 +129,13 @@ def save_distributed(
             held.plain["state"] = encode(of_all, STATE[:-1], held.tensors)
             own: dict[str, Tensor] = {}
             own_plain = encode(of_rank, f"{PER_RANK}{ranks.rank}", own)
-            for key, tensor in (held.tensors | own).items():
-                if key in own and isinstance(tensor, DTensor):
-                    raise CheckpointError(
-                        f"{key}: expected a tensor of this rank, found a DTensor: give it in state="
-                    )
-                check_storable(key, tensor)
+            parts = own_parts(held.tensors | own, rank=ranks.rank, world_size=ranks.world_size, only_here=own)
             texts = {STATE_FILE: json.dumps(held.plain).encode()} if ranks.rank == 0 else {}
             if of_rank:
                 texts[rank_file(ranks.rank)] = json.dumps(own_plain).encode()
-            return held, own, texts
+            return held, parts, texts
 
-        held, own, texts = ranks.each(collect)
+        held, parts, texts = ranks.each(collect)
         left_out = of_rank.keys() - {name for names in held.names.values() for name in names}
         if broadcasts_buffers(wrapped):
             left_out |= {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -156,10 +151,9 @@ def save_distributed(
             "tied": held.tied,
             **describe(model),
         }
-        tensors = held.tensors | own
         if asynchronous:
             ranks.in_background = True
-            tensors = stage(tensors)
+            parts = stage(parts)
         folder = Unfinished(local_path(directory), step)
         try:
             unfinished, final = ranks.first(folder.begin)
@@ -172,10 +166,7 @@ def save_distributed(
         check_shared(unfinished)
         files = {name: write_file(unfinished / name, [text]) for name, text in texts.items()}
         name = f"rank-{ranks.rank:05d}.safetensors"
-        entry = write_tensors(
-            unfinished / name, tensors, rank=ranks.rank, world_size=ranks.world_size, only_here=own
-        )
-        return files if entry is None else {**files, name: entry}
+        return {**files, name: write_tensors(unfinished / name, parts)} if parts else files
 
     def write() -> None:
         try:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -51,9 +50,11 @@ NAMES: dict[torch.dtype, str] = {
 _DTYPE_OF = {name: dtype for dtype, name in NAMES.items()}
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # in the header's metadata
 _LENGTH = 8  # bytes that hold the length of the header
+ALIGNED = 64  # tensors begin at a multiple of so many bytes, as in torch's memory: copies are faster
 _MOST_DIMS = 64  # which torch has, too
 # What is not copied in one piece, from a GPU or with other strides, is copied in pieces of about this size.
 _PIECE_BYTES = 1 << 24
+Part = tuple[tuple[int, ...], Tensor]  # a chunk's offsets in its tensor, by dimension, and its values
 
 
 class Chunk(NamedTuple):
@@ -73,38 +74,47 @@ class Chunk(NamedTuple):
 # ---- writing -----------------------------------------------------------------------------------------
 
 
-def write_tensors(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    *,
-    rank: int,
-    world_size: int,
-    only_here: Collection[str],
-) -> dict[str, Any] | None:
-    """Write this rank's chunks of the tensors, in one pass, durably.
+def own_parts(
+    tensors: Mapping[str, Tensor], *, rank: int, world_size: int, only_here: Collection[str]
+) -> dict[str, Part]:
+    """Choose the chunks that this rank writes; refuse other dtypes, Partial, on meta, sparse, freed.
 
     A chunk that several ranks hold is written by one of them: of a DTensor, by the rank whose coordinates on
     the replicated dimensions of the mesh are 0; plain tensors are spread over the ranks by their sizes. So
     all ranks have to pass the same plain tensors, but for those in only_here, which this rank writes.
     """
+    parts = {key: held_part(key, tensor) for key, tensor in tensors.items()}
+    sharded = {key: one for key, one in tensors.items() if isinstance(one, DTensor)}
+    for key, (_, part) in parts.items():
+        if key in sharded and key in only_here:
+            raise CheckpointError(
+                f"{key}: expected a tensor of this rank, found a DTensor: give it in state="
+            )
+        if rank == 0 and key in sharded and sharded[key].device_mesh.get_coordinate() is None:
+            raise CheckpointError(f"{key}: expected a DTensor over a mesh that rank 0 is in, found none")
+        if part.dtype not in NAMES or not is_readable(part):
+            raise CheckpointError(
+                f"{key}: expected values in memory of their own, of a dtype that safetensors has, found a "
+                f"{type(part).__name__} of {part.dtype} on {part.device} with layout {part.layout}. Save "
+                "what it consists of, or a .view() of it with another dtype"
+            )
     # Ranks outside of rank 0's mesh may hold a copy, as of experts sharded over one dimension of a mesh.
     has_rank_0 = cache(lambda mesh: bool((mesh.mesh == 0).any()))  # mesh.mesh is made each time
-    sharded = {key: one for key, one in tensors.items() if isinstance(one, DTensor)}
     own = {key for key, one in sharded.items() if has_rank_0(one.device_mesh) and _is_writer(one)}
     sizes = {key: tensors[key].nbytes for key in tensors.keys() - sharded.keys() - {*only_here}}
     own |= {*only_here, *share(sizes, rank, world_size)}
-    parts = {key: held_part(key, tensors[key]) for key in tensors if key in own}
-    parts = {key: part for key, part in parts.items() if part[1].numel() or not tensors[key].numel()}
-    if not parts:
-        return None
-    # Each begins at a multiple of its itemsize.
-    ordered = sorted(parts, key=lambda key: -tensors[key].dtype.itemsize)
-    sharding = {key: {_OFFSETS: parts[key][0]} for key in ordered}
-    # A part without elements is of a tensor that has none, of which one rank writes the whole.
-    written = {key: parts[key][1] if parts[key][1].numel() else tensors[key] for key in ordered}
-    header = pack_header(written, {"DCP_VERSION": "1.0", _SHARDING: json.dumps(sharding)})
+    return {k: one for k, one in parts.items() if k in own and (one[1].numel() or not tensors[k].numel())}
+
+
+def write_tensors(path: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
+    """Write chunks of tensors in one pass, durably; return what write_file() does."""
+    # Each begins at a multiple of its itemsize, and most of ALIGNED: those that would shift others come last.
+    ordered = dict(sorted(parts.items(), key=lambda one: (-one[1][1].itemsize, one[1][1].nbytes % ALIGNED)))
+    tensors = {key: part for key, (_, part) in ordered.items()}
+    sharding = {key: {_OFFSETS: offsets} for key, (offsets, _) in ordered.items()}
+    header = pack_header(tensors, {"DCP_VERSION": "1.0", _SHARDING: json.dumps(sharding)})
     with torch.no_grad():
-        content = (view(piece) for key in ordered for piece in _pieces(parts[key][1]))
+        content = (view(piece) for part in tensors.values() for piece in _pieces(part))
         return write_file(path, chain([header], content))
 
 
@@ -130,8 +140,8 @@ def _is_writer(tensor: DTensor) -> bool:
     )
 
 
-def held_part(key: str, tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
-    """Return the offsets of the part of a tensor that this rank holds, by dimension, and the part."""
+def held_part(key: str, tensor: Tensor) -> Part:
+    """Return the part of a tensor that this rank holds."""
     if isinstance(tensor, DTensor):
         dims = [getattr(placement, "dim", None) for placement in tensor.placements]
         for index, placement in enumerate(tensor.placements):
@@ -144,22 +154,11 @@ def held_part(key: str, tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
                     "Redistribute it to Shard or Replicate first"
                 )
     (offsets, sizes), part = local_chunk(tensor), local(tensor).detach()
+    if not tensor.numel():  # one rank writes the whole
+        return offsets, part.new_empty(tensor.shape)
     if (prod(sizes) or part.numel()) and tuple(part.shape) != sizes:
         raise CheckpointError(f"{key}: expected a part of shape {sizes}, found {tuple(part.shape)}")
     return offsets, part
-
-
-def check_storable(key: str, tensor: Tensor) -> None:
-    """Refuse a tensor whose values cannot be written: other dtypes, Partial, on meta, sparse, freed."""
-    _, part = held_part(key, tensor)
-    if isinstance(tensor, DTensor) and dist.get_rank() == 0 and tensor.device_mesh.get_coordinate() is None:
-        raise CheckpointError(f"{key}: expected a DTensor over a mesh that rank 0 is in, found none")
-    if tensor.dtype not in NAMES or not is_readable(part):
-        raise CheckpointError(
-            f"{key}: expected values in memory of their own, of a dtype that safetensors has, found a "
-            f"{type(part).__name__} of {part.dtype} on {part.device} with layout {part.layout}. Save what it "
-            "consists of, or a .view() of it with another dtype"
-        )
 
 
 def pack_header(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> bytes:
@@ -170,7 +169,7 @@ def pack_header(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> byte
         begin, end = end, end + one.nbytes
         header[name] = {"dtype": NAMES[one.dtype], "shape": one.shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of eight
+    text += b" " * (-(_LENGTH + len(text)) % ALIGNED)
     return len(text).to_bytes(_LENGTH, "little") + text
 
 
@@ -219,17 +218,17 @@ class StoredTensors:
             for region in self._regions(key, tensor):
                 by_file.setdefault(region.chunk.path, []).append(region)
 
-        def read_file(path: Path) -> None:
-            regions = sorted(by_file[path], key=lambda one: one.chunk.begin)
+        def read_some(regions: list[_Region]) -> None:
             # One for all regions: an allocator keeps some of those that are freed in between.
             size = max(_PIECE_BYTES, *(one.chunk.row_bytes for one in regions))
             buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-            with torch.no_grad(), open_file(path) as file:
-                for region in regions:
+            with torch.no_grad(), open_file(regions[0].chunk.path) as file:
+                for region in sorted(regions, key=lambda one: one.chunk.begin):
                     _read(region, file, buffer)
 
+        shares = [some[n::threads] for some in by_file.values() for n in range(min(threads, len(some)))]
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(read_file, by_file))  # raises the first error
+            list(pool.map(read_some, shares))  # raises the first error
 
     def read_whole(self, key: str) -> Tensor:
         """Read one of the tensors, whole, into CPU memory."""

@@ -12,7 +12,6 @@ from fsdp_utils.torch_internals.names import COMPILED, DYNAMO
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-    from torch.distributed.tensor import DTensor
 
     from fsdp_utils.torch_internals.names import ShardedTensor
 
@@ -23,13 +22,6 @@ if TYPE_CHECKING:
 def storage_id(storage: torch.UntypedStorage) -> int:
     """Identifies the memory behind a storage object; data_ptr() would, but a fake tensor has none."""
     return storage._cdata
-
-
-def dtensor_like(part: Tensor, like: DTensor) -> DTensor:
-    """The DTensor whose local tensor is `part`, on its device; from_local() moves it to the mesh's device."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor(part, like._spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def sharded_tensor_group(tensor: ShardedTensor) -> Any:
