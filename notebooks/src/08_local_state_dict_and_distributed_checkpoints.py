@@ -16,7 +16,9 @@ plots.resharding(256, saved_by=4, wanted_by=3)
 
 # %% [markdown]
 # The colour of a row is the file that holds it. Three ranks cut this weight into larger parts than four, so each
-# part lies in two files. Finding and fetching these rows is **resharding**. In your job, every rank makes two calls:
+# part lies in two files. Finding and fetching these rows is **resharding**.
+#
+# In your job, use these two calls, on every rank:
 #
 # ```python
 # from fsdp_utils import load_distributed, save_distributed
@@ -84,11 +86,9 @@ lesson.card(
 # fully_shard(model, mesh=init_device_mesh(device, (size,)))  # without a mesh, a Mac would take its GPU
 # optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
 #
-#
 # def state_of(model, optimizer):                             # what a save writes, and what a load fills
 #     weights, averages = get_state_dict(model, optimizer)
 #     return {"model": weights, "optimizer": averages}
-#
 #
 # losses, state = [], {"step": 0}
 # if saved:
@@ -398,9 +398,8 @@ assert [tuple(row[3:]) == never_stopped for row in rows] == [True] * (1 + len(si
 Table(["resumed on", "samples per rank", "random numbers", "losses of steps 9 to 12", "rate after step 12"], rows)
 
 # %% [markdown]
-# **The schedule.** The last row has the right learning rate for one step, because the optimizer's state brings it.
-# Then the scheduler, which counts from 0 again, sets it to nearly its beginning. Two losses are still right:
-# compare several, and print the rate.
+# **The schedule.** The last row has the right rate for one step, because the optimizer's state brings it. Then the
+# scheduler counts from 0 again. Two losses are still right: compare several, and print the rate.
 #
 # **The batch.** Three ranks with 24 samples have a batch of 72: the fourth rank's samples are missing, and the
 # losses differ from the first one on. To keep the batch, give each rank more samples or micro-batches.
@@ -488,7 +487,7 @@ Table(["saved by", "what you load", "after the kill", "weights of"], [list(row) 
 # was synced, as by `save_distributed`. S3 cannot rename a directory: there, the file that is written last marks a
 # complete checkpoint, as `.metadata` does.
 #
-# `save_distributed` writes a manifest last, with size and hash of each file, and renames. Then `keep=3` deletes
+# `save_distributed` (rows 3 and 4) writes a manifest last, with size and hash of each file, and renames. Then `keep=3` deletes
 # the oldest checkpoint, so the disk needs room for four.
 #
 # ## Your turn 2 · Rename
@@ -500,8 +499,7 @@ Table(["saved by", "what you load", "after the kill", "weights of"], [list(row) 
 #
 # **To do.** Save with `dcp.save(state, checkpoint_id=...)`; return nothing. When the function returns, on any rank,
 # `folder / f"step-{step}"` has to be there, and no incomplete directory may ever have a name that begins with `step-`.
-# The test makes three saves. In the second, `dcp.save` raises an error before it writes `.metadata`, which stands for
-# a kill; then `step-1` must still be the latest.
+# Of the test's three saves, the second fails before it writes `.metadata`; then `step-1` must still be the latest.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -716,17 +714,18 @@ assert blocked["… asynchronous"] < 0.8 * blocked["save_distributed"]
 plots.amounts({"training waits": {name: {"median of three saves": ms} for name, ms in blocked.items()}}, unit="ms")
 
 # %% [markdown]
-# `save_distributed` also hashes and compares the ranks. Of an asynchronous save, the copy and some messages between the
-# ranks remain. Divide the blocked seconds by the seconds between two saves: this share of the run is lost. PyTorch's
+# `save_distributed` also hashes the files and compares the ranks. (This machine was busy: which of the first two bars is
+# longer changes from run to run.) Of an asynchronous save, the copy and some messages remain. Divide the blocked
+# seconds by those between two saves: this share of the run is lost. PyTorch's
 # [blog](https://pytorch.org/blog/reducing-checkpointing-times/) reports 6.3 s instead of 148.8 s for a 7B model.
 #
 # You pay with host memory, as much as this rank's shards. An error in the thread is raised by `wait()` of what
-# `save_distributed` returns, or by `result()` of `dcp.async_save`'s future. Call either before the next save and
-# before `destroy_process_group`. `dcp.async_save` also needs a backend for CPUs beside NCCL, such as the script's.
+# `save_distributed` returns, or by `result()` of `dcp.async_save`'s future. Call either before the next save and before
+# `destroy_process_group`. `dcp.async_save` also needs a backend for CPUs beside NCCL, such as the script's.
 #
 # ## From shards to `from_pretrained`
 #
-# Your users want a folder that transformers reads. In one process, which holds one tensor at a time:
+# Your users want a folder that transformers reads. `fsdp_utils` makes it in one process, a tensor at a time:
 #
 # ```python
 # export_safetensors("run", "exported")                     # model.safetensors and config.json
@@ -734,7 +733,8 @@ plots.amounts({"training waits": {name: {"median of three saves": ms} for name, 
 # model = AutoModelForCausalLM.from_pretrained("exported")
 # ```
 #
-# The logits are equal (`tests/test_export.py`). From DCP alone, `dcp_to_torch_save` makes a file for `torch.load`.
+# The logits are equal (`tests/test_export.py`). From DCP alone, `dcp_to_torch_save`, of
+# `torch.distributed.checkpoint.format_utils`, makes a file for `torch.load`.
 #
 # ## The way of 2022: LOCAL_STATE_DICT
 #
