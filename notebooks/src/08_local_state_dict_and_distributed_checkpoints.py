@@ -714,8 +714,8 @@ assert blocked["… asynchronous"] < 0.8 * blocked["save_distributed"]
 plots.amounts({"training waits": {name: {"median of three saves": ms} for name, ms in blocked.items()}}, unit="ms")
 
 # %% [markdown]
-# `save_distributed` also hashes the files and compares the ranks. (This machine was busy: which of the first two bars is
-# longer changes from run to run.) Of an asynchronous save, the copy and some messages remain. Divide the blocked
+# `save_distributed` also hashes the files and compares the ranks. That cost drowns in the noise: which of the first two
+# bars is longer changes from run to run. Of an asynchronous save, the copy and some messages remain. Divide the blocked
 # seconds by those between two saves: this share of the run is lost. PyTorch's
 # [blog](https://pytorch.org/blog/reducing-checkpointing-times/) reports 6.3 s instead of 148.8 s for a 7B model.
 #
