@@ -2,8 +2,8 @@
 # # 8 · LOCAL_STATE_DICT and distributed checkpoints
 #
 # Four ranks train today, and tomorrow there may be three. How do I save so that I can resume on other ranks?
-# **Each rank writes the shards that it holds, and one rank writes which rows are in which file. At a load, each
-# rank looks up which files hold its rows, and reads from those only.** No tensor is gathered.
+# **Each rank writes its own shards, and one more file lists which rows are where. At a load, each rank reads only
+# from the files that hold its rows.** No tensor is gathered.
 
 # %% jupyter={"source_hidden": true}
 import os
@@ -15,9 +15,10 @@ world = int(os.environ.get("FSDP_RANKS", 4))
 plots.resharding(256, saved_by=4, wanted_by=3)
 
 # %% [markdown]
-# The drawing shows one weight of 256 rows; a colour is the file that holds the row. Three ranks cut the weight
-# into larger parts than four, so each rank's part lies in two files. Finding and fetching these rows is
-# **resharding**. You type two calls, and every rank makes both:
+# The colour of a row is the file that holds it. Three ranks cut this weight into larger parts than four, so each
+# part lies in two files. Finding and fetching these rows is **resharding**.
+#
+# In your job, use these two calls, on every rank:
 #
 # ```python
 # from fsdp_utils import load_distributed, save_distributed
@@ -33,21 +34,19 @@ plots.resharding(256, saved_by=4, wanted_by=3)
 #         save_distributed("run", model, optimizer, step=step + 1, keep=3)    # keeps the last three
 # ```
 #
-# The script uses PyTorch's own module, `torch.distributed.checkpoint` (DCP), because it shows the mechanism. DCP
-# alone is enough if you add what its column says:
+# The script below uses PyTorch's own module instead, `torch.distributed.checkpoint` (DCP), because it shows the
+# mechanism. To stay with DCP, add three things:
 #
-# | | DCP alone | the two calls |
+# | | with DCP, you | the two calls |
 # |:--|:--|:--|
-# | the job is killed in a save | give each save a new directory, and skip incomplete ones | the older checkpoint stays the latest |
-# | a byte changes on the disk | loads without an error: keep hashes yourself | refused, by its hash |
-# | scheduler, random numbers | put them into the dict | `state=`, `per_rank=` |
+# | the job is killed in a save | give each save a new directory, and skip incomplete ones | keep the older one as the latest |
+# | a byte changes on the disk | keep hashes: DCP loads it without an error | refuse it, by its hash |
+# | scheduler, random numbers | put them into the dict | take `state=`, `per_rank=` |
 #
-# (`LOCAL_STATE_DICT`, as in the video, is FSDP1's older format, which depends on the units: see the end.)
-#
-# **When do you need it?** [Lesson 3](03_full_state_dict.ipynb) gathers everything on rank 0. With AdamW, float32
-# takes 12 bytes per parameter, so at 7 billion one host holds 84 GB; of 16 ranks, each writes 5.25 GB, all at the
-# same time. But all hosts must reach the folder, and other programs do not read it. So save like this while you
-# train, and make lesson 3's file when you hand the weights on.
+# **When do you need it?** [Lesson 3](03_full_state_dict.ipynb) gathers everything on rank 0. In float32, a weight and
+# AdamW's two averages take 3 x 4 bytes, so at 7 billion parameters one host holds 84 GB. Of 16 ranks, each writes a
+# sixteenth, 5.25 GB, at the same time. But all hosts must reach the folder, and other programs do not read it. So save
+# like this while you train, and export when you hand the weights on. (`LOCAL_STATE_DICT`, FSDP1's way, is at the end.)
 
 # %% tags=["card"]
 lesson.card(
@@ -87,19 +86,18 @@ lesson.card(
 # fully_shard(model, mesh=init_device_mesh(device, (size,)))  # without a mesh, a Mac would take its GPU
 # optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
 #
-#
-# def state_of(step):                                         # what a save writes, and what a load fills
+# def state_of(model, optimizer):                             # what a save writes, and what a load fills
 #     weights, averages = get_state_dict(model, optimizer)
-#     return {"model": weights, "optimizer": averages, "step": step}
-#
+#     return {"model": weights, "optimizer": averages}
 #
 # losses, state = [], {"step": 0}
 # if saved:
-#     dcp.load(state := state_of(0), checkpoint_id="step-8")
+#     state |= state_of(model, optimizer)
+#     dcp.load(state, checkpoint_id="step-8")
 #     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 # for step in range(state["step"], 12):
 #     if step == 8 and not saved:
-#         dcp.save(state_of(step), checkpoint_id="step-8")
+#         dcp.save(state_of(model, optimizer) | {"step": step}, checkpoint_id="step-8")
 #     torch.manual_seed(step)
 #     x = torch.randn(96, 64, device=device).chunk(size)[rank]                # this rank's share of the batch
 #     loss = nn.functional.cross_entropy(model(x), x[:, :10].argmax(1))
@@ -124,23 +122,19 @@ lesson.card(
 # Each line has the losses of steps 9 to 12, averaged over the ranks. The first job did not stop, so its losses are
 # right. The others began with other weights and an empty optimizer, and print the same, for two reasons.
 #
-# The first is resharding. `get_state_dict` returns every weight and every average of AdamW under its name, as a
-# DTensor, and gathers nothing. For a save, this dict is what the rank has. For a load, its names say what to read
-# and its DTensors which rows, and `dcp.load` writes into their memory, the model's and the optimizer's own.
-# `set_state_dict` then restores the optimizer's settings, also its learning rate: the saved one replaces yours. (A
-# new optimizer has no averages to fill. `get_state_dict` makes them, by a step that changes no weight but that
-# AdamW counts. So call it before the first step only to load, which overwrites the count.)
+# **Resharding.** `get_state_dict` returns every weight and every average of AdamW under its name, as a DTensor, and
+# gathers nothing. (For a new optimizer, it makes averages first.) A save writes what the DTensors hold. A load reads
+# the names in the dict and the rows of its DTensors, and writes into their memory, the model's and the optimizer's
+# own. `set_state_dict` then restores the optimizer's settings, also its learning rate: the saved one replaces yours.
 #
-# The second is the batch: 4, 3 and 1 ranks divide the same 96 samples equally. Five cannot, and print other losses.
+# **The batch.** 4, 3 and 1 ranks divide the same 96 samples equally. Five cannot, and print other losses.
 #
 # ## Which file holds which rows?
 #
-# What `get_state_dict` returns is a **sharded state dict**. `dcp.save` writes one file per rank, `__0_0.distcp`
-# for rank 0. Then rank 0 writes `.metadata`, which says which rows of which tensor are in which file.
-#
-# The next cell saves the script's model, made wider, and asks `.metadata` about its first weight, which has 4,096
-# rows. Look for a quarter of the bytes and of the rows in each file. (`run_on_ranks` calls a function on new
-# processes. Folded: `build` makes the script's model and optimizer, `train` is its loop.)
+# What `get_state_dict` returns is a **sharded state dict**. `dcp.save` writes one file per rank, `__0_0.distcp` for rank
+# 0. Then rank 0 writes `.metadata`, which says which rows of which tensor are in which file. The next cell saves the
+# script's model, made wider, so that its first weight has 4,096 rows. The table is what `.metadata` says of it.
+# (`run_on_ranks` calls a function on new processes. Folded: `build` makes model and optimizer, `train` is the loop.)
 
 # %% jupyter={"source_hidden": true}
 import contextlib
@@ -150,9 +144,9 @@ import shutil
 import tempfile
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from statistics import median
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -182,8 +176,8 @@ def build(seed, width=256, sharded=True):
     return model, torch.optim.AdamW(model.parameters(), lr=0.02)
 
 def state_of(model, optimizer):
-    weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments}
+    weights, averages = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": averages}
 
 def train(model, optimizer, steps, on_each_rank=None, scheduler=None):
     rank, size, losses = dist.get_rank(), dist.get_world_size(), []
@@ -194,21 +188,22 @@ def train(model, optimizer, steps, on_each_rank=None, scheduler=None):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if scheduler:
-            scheduler.step()
+        scheduler and scheduler.step()
         dist.all_reduce(loss := loss.detach() / size)
         losses.append(f"{loss:.2f}")
     return " ".join(losses)
 
-# %% tags=["files"]
+# %%
 def save_wide(path):
     model, optimizer = build(seed=0, width=4096)
     train(model, optimizer, range(2))
     dcp.save(state_of(model, optimizer), checkpoint_id=path)
 
 run_on_ranks(save_wide, folder / "wide", world_size=world)
-complete = 12 * sum(p.numel() for p in plain(seed=0, width=4096).parameters())      # bytes: weights, two averages
 metadata = dcp.FileSystemReader(folder / "wide").read_metadata()
+
+# %% tags=["files"] jupyter={"source_hidden": true}
+complete = 12 * sum(p.numel() for p in plain(seed=0, width=4096).parameters())      # bytes: weights, two averages
 rows = []
 for piece in metadata.state_dict_metadata["model.0.weight"].chunks:
     (file,) = [place.relative_path for index, place in metadata.storage_data.items()
@@ -219,10 +214,11 @@ assert len(rows) == world                                           # nobody has
 Table(["file", "its bytes, of model and optimizer", "rows of 0.weight"], sorted(rows))
 
 # %% [markdown]
-# Each file has about a quarter of both, so nothing is written twice. (Headers bring the sum above 100%; the second
-# layer's 10 rows are cut into 3, 3, 3 and 1.) A checkpoint knows names and rows, not which modules were units. So
-# you can resume with other units, or in one process without FSDP. `dcp.load` reads only the names in your dict:
-# for the weights alone, give it a dict with `"model"` only.
+# Each file has about a quarter of both, so nothing is written twice. (Headers bring the sum above 100%. Of the
+# second layer's 10 rows, the last file has one, the others three.)
+#
+# A checkpoint knows names and rows, not which modules were units. So you can resume with other units, or in one
+# process without FSDP. `dcp.load` reads only the names in your dict: for the weights alone, give it `"model"` only.
 #
 # ## Your turn 1 · A load that reads only its part
 #
@@ -230,15 +226,13 @@ Table(["file", "its bytes, of model and optimizer", "rows of 0.weight"], sorted(
 # ranks has written, and read no other row. (DCP reads every shard that it needs in full, then cuts it.)
 #
 # **Given.**
-# - `saved.files` is a list with a pair `(begin, end)` per file: file `i` holds the weight's rows from `begin`
-#   up to `end`, `end` not included.
-# - `saved.read(i, a, b)` reads rows `a` up to `b` of file `i`, **counted from the first row of that file**, as a
-#   tensor of 4 columns.
-# - `cut(saved.rows, world)[rank]` is the pair `(first, stop)`: the rows that rank `rank` of `world` wants.
+# - `saved.files` has a pair `(begin, end)` per file: file `i` holds the weight's rows from `begin` to `end - 1`.
+# - `saved.read(i, a, b)` reads rows `a` to `b - 1` **of that file, counted from its own first**, as `f32[b - a, 4]`.
+# - `cut(saved.rows, world)[rank]` is the pair `(first, stop)`: rank `rank` of `world` wants rows `first` to `stop - 1`.
 #
 # **Return** these rows, in their order, as one tensor. A rank may want none (3 rows on 4 ranks): then return
-# `torch.empty(0, 4)`. The test tries 100 cases with up to 33 rows and up to 5 ranks. Over all cases and ranks,
-# 1,175 rows are wanted, and exactly so many may be read.
+# `torch.empty(0, 4)`. The test tries weights of 1, 3, 10 and 33 rows, 47 in all, with each of the 25 pairs of 1 to 5
+# ranks. A pair wants every row once: 25 x 47 = 1,175 rows, and exactly so many may be read.
 #
 # <details><summary>Hint</summary>
 #
@@ -260,8 +254,7 @@ class Saved:                                                # a weight in files,
         self.weight = torch.arange(4.0 * rows).view(rows, 4)
 
     def read(self, index, first, stop):
-        begin, end = self.files[index]
-        part = self.weight[begin:end][first:stop].clone()
+        part = self.weight[slice(*self.files[index])][first:stop].clone()
         self.rows_read += len(part)
         return part
 
@@ -368,11 +361,11 @@ def my_rows(saved, rank, world):                    # rows of the weight, not of
 # | random numbers, of each rank | dropout differs from the run that never stopped | `per_rank={"random": torch.get_rng_state()}` | `torch.set_rng_state(state["random"])`; on a GPU also those of `torch.cuda` |
 # | the data loader's position, of each rank | samples are repeated or left out | `per_rank={"loader": loader.state_dict()}` | `loader.load_state_dict(state["loader"])`, with torchdata's `StatefulDataLoader` |
 #
-# `state=` is for what is equal on all ranks, `per_rank=` for what differs. The next cell saves, with a schedule
-# that lowers the learning rate, and resumes in five ways. The last two are mistakes that raise no error: each rank
-# keeps its 24 samples although a rank is gone, or `state=` is forgotten at the load. Which column shows each?
+# `state=` is for what is equal on all ranks, `per_rank=` for what differs. The next cell shows both calls, with a
+# schedule that lowers the learning rate. The folded cell after it saves once and resumes in five ways. The last two are
+# mistakes that raise no error: each rank keeps its 24 samples although a rank is gone, or the load forgets `state=`.
 
-# %% tags=["resume"]
+# %%
 def falling(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 16)
 
@@ -393,10 +386,10 @@ def resume(directory, on_each_rank, objects):
     losses = train(model, optimizer, range(state["step"], 12), on_each_rank, scheduler)
     return type(state["random"]).__name__, losses, f"{scheduler.get_last_lr()[0]:.3f}"
 
+# %% tags=["resume"] jupyter={"source_hidden": true}
 never_stopped = run_on_ranks(save_all, folder / "run", world_size=world)[0]
 ways = {f"{n} ranks" if n > 1 else "1 process, no FSDP": (n, None, True) for n in sizes}
-ways[f"{fewer} ranks, 24 samples each"] = (fewer, 24, True)
-ways[f"{world} ranks, no state= at the load"] = (world, None, False)
+ways |= {f"{fewer} ranks, 24 samples each": (fewer, 24, True), f"{world} ranks, no state= at the load": (world, None, False)}
 rows = [["never stopped", 96 // world, "", *never_stopped]]
 for name, (n, each, objects) in ways.items():
     found = run_on_ranks(resume, folder / "run", each, objects, world_size=n)[0]
@@ -405,9 +398,8 @@ assert [tuple(row[3:]) == never_stopped for row in rows] == [True] * (1 + len(si
 Table(["resumed on", "samples per rank", "random numbers", "losses of steps 9 to 12", "rate after step 12"], rows)
 
 # %% [markdown]
-# **The schedule.** The last row has the right learning rate for one step, because the optimizer's state brings it.
-# Then the scheduler, which counts from 0 again, sets it to nearly its beginning. Two losses are still right:
-# compare several, and print the rate.
+# **The schedule.** The last row has the right rate for one step, because the optimizer's state brings it. Then the
+# scheduler counts from 0 again. Two losses are still right: compare several, and print the rate.
 #
 # **The batch.** Three ranks with 24 samples have a batch of 72: the fourth rank's samples are missing, and the
 # losses differ from the first one on. To keep the batch, give each rank more samples or micro-batches.
@@ -418,42 +410,33 @@ Table(["resumed on", "samples per rank", "random numbers", "losses of steps 9 to
 #
 # ## A directory that is there completely, or not at all
 #
-# A job may be killed while it saves. In the next cell each job saves step 4, trains on and saves step 8, where rank
-# 0 is killed when the others have written their parts. Then a new job loads what is there and prints the loss of a
-# batch: right is 1.53 with the weights of step 4, and 1.15 with those of step 8. Look for a loss that is neither.
+# A job may be killed while it saves. Each job of the next cell saves step 4, trains on and saves step 8, where rank 0 is
+# killed when the others have written their parts (`kill_rank_0`, folded). Then a new job loads what is there. Its loss
+# in step 9 is 1.15 with the weights of step 8, as the script has it, and 1.53 with those of step 4.
 
 # %% jupyter={"source_hidden": true}
-def or_die(write, written):                                 # rank 0, when the others have written
-    def instead(*args, **options):
-        if rank := dist.get_rank():
-            result = write(*args, **options)
-            (written / str(rank)).touch()
-            return result
-        while len(list(written.iterdir())) < world - 1:
-            time.sleep(0.01)
-        os._exit(1)
-    return instead
+def kill_rank_0(written):                                   # in the next save, when the others have written
+    def or_die(write):
+        def instead(*args, **options):
+            if rank := dist.get_rank():
+                result = write(*args, **options)
+                (written / str(rank)).touch()
+                return result
+            while len(list(written.iterdir())) < world - 1:
+                time.sleep(0.01)
+            os._exit(1)
+        return instead
+    dcp.FileSystemWriter.write_data = or_die(dcp.FileSystemWriter.write_data)
+    parts_of_ours.write_tensors = or_die(parts_of_ours.write_tensors)
 
-def killed_save(older, newer, written):
-    warnings.simplefilter("ignore")
-    ours, (model, optimizer) = older.parent.name == "ours", build(seed=0)
-    where, name = (parts_of_ours, "write_tensors") if ours else (dcp.FileSystemWriter, "write_data")
-    for path, step, write in (older, 4, getattr(where, name)), (newer, 8, or_die(getattr(where, name), written)):
-        train(model, optimizer, range(step - 4, step))
-        with mock.patch.object(where, name, write):
-            if ours:
-                save_distributed(path.parent, model, optimizer, step=step)
-            else:
-                dcp.save(state_of(model, optimizer), checkpoint_id=path)
-
-def load_all(paths):
+def load_all(places):                                       # a directory, with the step for load_distributed
     logging.disable(logging.CRITICAL)
     said = []
-    for path in paths:
+    for path, step in places:
         model, optimizer = build(seed=1)
         try:
-            if path.parent.name == "ours":
-                load_distributed(path.parent, model, optimizer, step=8 if path.name == "step-8" else "latest")
+            if step:
+                load_distributed(path, model, optimizer, step=step)
             else:
                 dcp.load(state := state_of(model, optimizer), checkpoint_id=path)
                 set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -461,64 +444,65 @@ def load_all(paths):
             note = f", with a weight of {largest:.0g}" if largest > 100 else ""
             said.append(f"loads: loss {train(model, optimizer, [8])}{note}")
         except (CheckpointException, CheckpointError) as error:
-            reason = r"metadata is None|expected a checkpoint of step 8|[\w-]+\.(json|safetensors)"
-            said.append(f"refused: {re.search(reason, str(error))[0]}")
+            why = re.search(r"metadata is None|expected a checkpoint of step 8|[\w-]+\.safetensors", str(error))[0]
+            said.append(f"refused: {why}")
     return said
 
-# %% tags=["kills"]
-def kill(older, newer):
-    older.parent.mkdir()
-    with contextlib.suppress(RuntimeError):                                 # a rank has ended
-        run_on_ranks(killed_save, older, newer, Path(tempfile.mkdtemp(dir=folder)), world_size=world)
+# %%
+def save_dcp(path, model, optimizer, step):
+    warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
+    dcp.save(state_of(model, optimizer), checkpoint_id=path)
 
-once, each, ours = folder / "once" / "run", folder / "each", folder / "ours"
-kill(older=once, newer=once)
-kill(older=each / "step-4", newer=each / "step-8")
-kill(older=ours / "step-4", newer=ours / "step-8")
-newest = max(each.iterdir())                                                # as one would look for it
-mixture, refused, latest, step_8 = run_on_ranks(
-    load_all, [once, newest, ours / "latest", ours / "step-8"], world_size=world)[0]
-assert mixture.startswith("loads")
-assert not {"1.53", "1.15"} & set(mixture.split())
-absent = "expected a checkpoint of step 8"
-assert (refused, latest, step_8) == ("refused: metadata is None", "loads: loss 1.53", f"refused: {absent}")
-Table(["a load after the kill", "DCP alone", "save_distributed"], [
-    ["all saves into one directory", mixture, latest],
-    ["a new directory for each, step 8", refused, step_8],
-    ["a new directory for each, the newest", f"is {newest.name}, {refused}", latest],
-])
+def killed_save(save, older, newer, written):
+    model, optimizer = build(seed=0)
+    train(model, optimizer, range(4))
+    save(older, model, optimizer, step=4)
+    train(model, optimizer, range(4, 8))
+    kill_rank_0(written)                                    # in what follows; written: where the others report
+    save(newer, model, optimizer, step=8)
+
+once, each, ours = folder / "once", folder / "each", folder / "ours"
+for way in (save_dcp, once, once), (save_dcp, each / "step-4", each / "step-8"), (save_distributed, ours, ours):
+    with contextlib.suppress(RuntimeError):                 # run_on_ranks says that a rank has ended
+        run_on_ranks(killed_save, *way, Path(tempfile.mkdtemp(dir=folder)), world_size=world)
+
+# %% tags=["kills"] jupyter={"source_hidden": true}
+newest = max(each.iterdir())                                # as one would look for it
+found = run_on_ranks(load_all, [(once, None), (newest, None), (ours, "latest"), (ours, 8)], world_size=world)[0]
+assert found[0].startswith("loads")
+assert not {"1.53", "1.15"} & set(found[0].split())
+assert found[1:] == ["refused: metadata is None", "loads: loss 1.53", "refused: expected a checkpoint of step 8"]
+Table(["saved by", "what you load", "after the kill", "weights of"], [list(row) for row in zip(
+    ["DCP, both steps into one directory", "DCP, a new directory for each", *["save_distributed"] * 2],
+    ["the directory", f"the newest, {newest.name}", "the latest", "step 8"], found, ["a mixture", "none", "step 4", "none"])])
 
 # %% [markdown]
 # Row 1 is the trap. By default `dcp.save` writes over an older checkpoint, with the warning `Detected an existing
 # checkpoint`. The kill left rank 0's file of step 4, the others' of step 8, and the `.metadata` of step 4. The mixture
-# loads, and its loss looks healthy. `save_distributed` makes a new directory for each save.
+# loads, and its loss looks healthy. Row 2 is refused, because DCP writes `.metadata` last. But your own code sees the
+# directory from the first byte on: it is the newest one, and a clean-up may delete step 4 for it.
 #
-# Row 2 is safe with DCP, too: it writes `.metadata` last, and `dcp.load` refuses a directory without it. But your own
-# code sees the directory from the first byte on (row 3), when it looks for the newest one or deletes old ones. The
-# cure is to write under a temporary name and to **rename** at the end. A local file system renames at once or not at
-# all, so after a kill a directory with its final name is complete; after a power cut, only if the directory was synced,
-# as by `save_distributed`. S3 cannot rename a directory: there, the file that is written last marks a complete
-# checkpoint, as `.metadata` does.
+# The cure is to write under a temporary name and to **rename** at the end. A local file system renames at once or
+# not at all, so after a kill a directory with its final name is complete; after a power cut, only if the directory
+# was synced, as by `save_distributed`. S3 cannot rename a directory: there, the file that is written last marks a
+# complete checkpoint, as `.metadata` does.
 #
-# `save_distributed` writes a manifest last, with size and hash of each file, and renames. Then `keep=3` deletes
-# the oldest checkpoint, so the disk needs room for four. All hosts must mount the directory.
+# `save_distributed` (rows 3 and 4) writes a manifest last, with size and hash of each file, and renames. Then `keep=3` deletes
+# the oldest checkpoint, so the disk needs room for four.
 #
 # ## Your turn 2 · Rename
 #
 # **Goal.** Write such a save with DCP: a directory that has its final name is complete.
 #
-# **Given.** `my_save(folder, step, state)` is called on every rank (of processes that stay, which `ranks.start`
-# starts). `state` is a sharded state dict, `folder` a `Path` that all ranks see. You also have `dcp`, `dist`,
-# `rank` and `world`.
+# **Given.** `my_save(folder, step, state)` is called on every rank (of processes that stay, which `ranks.start` starts).
+# `state` is a sharded state dict, `folder` a `Path` that all ranks see. You also have `dcp`, `dist`, `rank`, `world`.
 #
-# **To do.** Save with `dcp.save(state, checkpoint_id=...)`; return nothing. When the function returns, on any
-# rank, `folder / f"step-{step}"` has to be there, and no incomplete directory may ever have a name that begins
-# with `step-`. The test makes three saves. In the second, `dcp.save` raises an error before it writes `.metadata`,
-# which stands for a kill; then `step-1` must still be the latest.
+# **To do.** Save with `dcp.save(state, checkpoint_id=...)`; return nothing. When the function returns, on any rank,
+# `folder / f"step-{step}"` has to be there, and no incomplete directory may ever have a name that begins with `step-`.
+# Of the test's three saves, the second fails before it writes `.metadata`; then `step-1` must still be the latest.
 
 # %%
 from fsdp_utils.notebook import ranks
-
 ranks.start(device="cpu")
 
 # %% jupyter={"source_hidden": true}
@@ -542,16 +526,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fsdp_utils.lessons.your_turn import NotYet, exactly, turn
 
 rank, world = dist.get_rank(), dist.get_world_size()
-
 mesh = init_device_mesh("cpu", (world,))
 warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
 
 def weight(value):
     return {"weight": distribute_tensor(torch.full((8 * world, 4), float(value)), mesh, [Shard(0)])}
-
 def slowly(rename):
     return lambda *names, **options: (time.sleep(0.2), rename(*names, **options))[1]
-
 def no_copy(*_, **options):
     raise NotYet("A copy can be interrupted halfway: rename.")
 
@@ -670,101 +651,100 @@ def my_save(folder, step, state):                           # another directory 
 # %% [markdown]
 # ## Who notices damage?
 #
-# A kill is not the only risk: disks fail, and folders change hands. The next cell takes a complete checkpoint of
-# DCP alone, and one of `save_distributed`. It flips one bit of one weight, which multiplies this weight by 2^128. Or
-# it forges a file: DCP's `.metadata` is a pickle, which may name a function to call at reading, here
-# `os.makedirs`.
-
-# %% jupyter={"source_hidden": true}
-def flipped(path):                                          # one bit of one weight
-    for file in path.iterdir():
-        data = bytearray(file.read_bytes())
-        if (at := data.find(some_weights)) >= 0:
-            data[at + 403] ^= 0b01000000                    # the highest bit of weight 100's exponent
-            file.write_bytes(data)
-
-def forged(path):                                           # a pickle that calls os.makedirs(marker, 0o777, True)
-    attack = f"cos\nmakedirs\n(V{marker}\nI511\nI01\ntR."
-    next(path.glob("state.json"), path / ".metadata").write_text(attack)
-
-DAMAGES = {"nothing": lambda path: None, "a bit flipped": flipped, "forged": forged}
-marker = folder / "it ran"
-
-def save_both(alone, ours):
-    model, optimizer = build(seed=0)
-    train(model, optimizer, range(8))
-    dcp.save(state_of(model, optimizer), checkpoint_id=alone)
-    save_distributed(ours, model, optimizer, step=8)
-    return model[0].weight.to_local().detach().numpy().tobytes()
+# Disks fail, too. The next cell saves step 8 with DCP alone and with `save_distributed`. Then it flips one bit, the
+# highest of one weight's exponent, which multiplies this weight by 2^128.
 
 # %% tags=["damage"]
-some_weights = run_on_ranks(save_both, folder / "good", folder / "intact", world_size=world)[0]
-found = []
-for good, kind in ((folder / "good", "dcp"), (next((folder / "intact").glob("*-step-8")), "ours")):
-    paths = []
-    for name, damage in DAMAGES.items():
-        copy = shutil.copytree(good, folder / name / kind / good.name)
-        damage(copy)
-        paths.append(copy if kind == "dcp" else copy.parent / "latest")
-    found.append(run_on_ranks(load_all, paths, world_size=world)[0])
-    if marker.exists():                                                 # the attack's function was called
-        found[-1][-1] += ", and its code has run"
-        marker.rmdir()
-assert [said[:5] for said in found[0]] == ["loads", "loads", "refus"]
-assert all(said.startswith("refused") for said in found[1][1:])
-assert ["code has run" in said[-1] for said in found] == [True, False]
-Table(["damage", "DCP alone", "load_distributed"], [list(row) for row in zip(DAMAGES, *found)])
+def flip(file, weights):
+    data = bytearray(file.read_bytes())
+    if (at := data.find(weights)) >= 0:                     # this file has rank 0's rows of the first weight
+        data[at + 4 * 100 + 3] ^= 0b01000000                # in the highest of weight 100's four bytes
+        file.write_bytes(data)
+
+def before_and_after(alone, ours):
+    model, optimizer = build(seed=0)
+    train(model, optimizer, range(8))
+    save_dcp(alone, model, optimizer, step=8)
+    save_distributed(ours, model, optimizer, step=8)
+    intact = load_all([(alone, None), (ours, 8)])
+    if dist.get_rank() == 0:
+        for file in (*alone.iterdir(), *ours.glob("*/*")):
+            flip(file, model[0].weight.to_local().detach().numpy().tobytes())
+    dist.barrier()
+    return intact, load_all([(alone, None), (ours, 8)])
+
+intact, damaged = run_on_ranks(before_and_after, folder / "alone", folder / "intact", world_size=world)[0]
+assert intact == ["loads: loss 1.15"] * 2
+assert [said[:5] for said in damaged] == ["loads", "refus"]
+Table(["damage", "DCP alone", "load_distributed"], [["none", *intact], ["a bit flipped", *damaged]])
 
 # %% [markdown]
-# DCP alone loads the wrong weight, and the loss does not look alarming, because the `tanh` behind the huge weight
-# hides it. DCP refuses the forged file, but its code has run. `load_distributed` compares sizes and hashes with the
-# manifest before it loads anything, and names the file. Hashes find accidents: a forger can write new ones. But
-# safetensors and JSON hold nothing to call. **Load DCP's checkpoints only from people whose code you would run.**
+# DCP alone loads the wrong weight, and the loss looks healthy, because the `tanh` behind the huge weight hides it.
+# `load_distributed` compares sizes and hashes with the manifest before it loads anything, and names the file.
+#
+# Hashes find accidents: a forger can write new ones. DCP's `.metadata` is a pickle, which may name a function to
+# call at reading; safetensors and JSON hold nothing to call. **Load DCP's checkpoints only from people whose code
+# you would run.**
 #
 # ## Saving while the training goes on
 #
-# A save stops the training, because the next step would change values that are not written yet. An **asynchronous
-# save** copies this rank's shards to host memory, lets the training go on, and writes the copy from a thread:
-# `save_distributed(..., asynchronous=True)`, or `dcp.async_save`.
-#
-# The next cell saves 34 MiB from each of two CPU ranks to one disk, four times in each way; the first is not
-# counted. How much of the wait is left?
+# An **asynchronous save** copies this rank's shards to host memory, lets the training go on, and writes the copy from
+# a thread: `save_distributed(..., asynchronous=True)`, or `dcp.async_save`. The next cell saves 34 MiB from each of two
+# CPU ranks to one disk, four times in each way; the first is not counted. How long does the training wait?
 
 # %% tags=["async"]
 def seconds_blocked(directory):
     model, optimizer = build(seed=0, width=80_000)
     train(model, optimizer, [0])                                        # so that AdamW has a state
-    seconds = {False: [], True: []}
-    for step, asynchronous in enumerate([False, True] * 4):
-        dist.barrier()
-        began = time.perf_counter()
-        saving = save_distributed(directory, model, optimizer, step=step, keep=1, asynchronous=asynchronous)
-        seconds[asynchronous].append(time.perf_counter() - began)
-        saving.wait()                                                   # in a job: before the next save
-    return [median(times[1:]) for times in seconds.values()]
+    ours = partial(save_distributed, keep=1)
+    saves = {"dcp.save": save_dcp, "save_distributed": ours, "… asynchronous": partial(ours, asynchronous=True)}
+    seconds = {name: [] for name in saves}
+    for step in range(4):
+        for name, save in saves.items():
+            dist.barrier()
+            began = time.perf_counter()
+            saving = save(directory / name, model, optimizer, step=step)
+            seconds[name].append(time.perf_counter() - began)
+            saving and saving.wait()                                    # in a job: before the next save
+    return {name: median(times[1:]) for name, times in seconds.items()}
 
 measured = run_on_ranks(seconds_blocked, folder / "async", world_size=2)
-blocked = [1000 * max(times) for times in zip(*measured)]
-assert blocked[1] < 0.8 * blocked[0]
-plots.amounts({"training waits for save_distributed": {
-    name: {"median of three saves": ms} for name, ms in zip(("synchronous", "asynchronous"), blocked)}}, unit="ms",
-    alt="Milliseconds for which a save blocks the training; an asynchronous one blocks less.")
+blocked = {name: 1000 * max(times[name] for times in measured) for name in measured[0]}
+assert blocked["… asynchronous"] < 0.8 * blocked["save_distributed"]
+plots.amounts({"training waits": {name: {"median of three saves": ms} for name, ms in blocked.items()}}, unit="ms")
 
 # %% [markdown]
-# What is left is the copy, and some messages between the ranks. Divide the blocked seconds by the seconds between two
-# saves: this share of the run is lost. PyTorch's [blog](https://pytorch.org/blog/reducing-checkpointing-times/)
-# reports 6.3 s instead of 148.8 s for a 7B model.
+# `save_distributed` also hashes the files and compares the ranks. That cost drowns in the noise: which of the first two
+# bars is longer changes from run to run. Of an asynchronous save, the copy and some messages remain. Divide the blocked
+# seconds by those between two saves: this share of the run is lost. PyTorch's
+# [blog](https://pytorch.org/blog/reducing-checkpointing-times/) reports 6.3 s instead of 148.8 s for a 7B model.
 #
 # You pay with host memory, as much as this rank's shards. An error in the thread is raised by `wait()` of what
-# `save_distributed` returns, or by `result()` of `dcp.async_save`'s future. Call either before the next save and
-# before `destroy_process_group`. `dcp.async_save` also needs a backend for CPUs beside NCCL; the script's
-# `cpu:gloo,cuda:nccl` has one, so you can replace its `dcp.save`.
+# `save_distributed` returns, or by `result()` of `dcp.async_save`'s future. Call either before the next save and before
+# `destroy_process_group`. `dcp.async_save` also needs a backend for CPUs beside NCCL, such as the script's.
+#
+# ## From shards to `from_pretrained`
+#
+# Your users want a folder that transformers reads. `fsdp_utils` makes it in one process, a tensor at a time:
+#
+# ```python
+# export_safetensors("run", "exported")                     # model.safetensors and config.json
+# tokenizer.save_pretrained("exported")
+# model = AutoModelForCausalLM.from_pretrained("exported")
+# ```
+#
+# The logits are equal (`tests/test_export.py`). From DCP alone, `dcp_to_torch_save`, of
+# `torch.distributed.checkpoint.format_utils`, makes a file for `torch.load`.
 #
 # ## The way of 2022: LOCAL_STATE_DICT
 #
 # FSDP1 joins the parameters of a unit into one flat parameter. `LOCAL_STATE_DICT` holds this rank's piece of it,
-# without the names in it; `SHARDED_STATE_DICT` holds this rank's rows of each parameter. Both saved by DCP with
-# the model as one unit, and loaded:
+# `SHARDED_STATE_DICT` this rank's rows of each parameter. Each digit is the rank of a row, in a unit of 24 and 8:
+#
+# ```text
+# LOCAL      00000000111111112222222233333333      one name, _flat_param
+# SHARDED    000000111111222222333333 00112233     two names, 0.weight and 0.bias
+# ```
 
 # %% tags=["local"] jupyter={"source_hidden": true}
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictType
@@ -792,9 +772,9 @@ assert rows == [[name, said, "loads"] for name, said in zip(ways, local)]
 Table([f"saved by {world}, loaded on", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"], rows)
 
 # %% [markdown]
-# The local state dict loads on 3 ranks under `torch.no_grad()`; without it, autograd refuses. But the only name in
-# it is the unit's, `_flat_param`. Other units have other names, and on one rank FSDP1 does not shard, and keeps
-# `0.bias`. The sharded one has the parameters' names and loads on all; `get_state_dict` returns this format.
+# DCP saved both, with the model as one unit. The local state dict loads on 3 ranks under `torch.no_grad()`; without it,
+# autograd refuses. Other units have other names, and on one rank FSDP1 does not shard, and keeps `0.bias`. The sharded
+# one loads on all; `get_state_dict` returns this format.
 #
 # ## When it goes wrong
 #
@@ -804,7 +784,7 @@ Table([f"saved by {world}, loaded on", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 # | `metadata is None; …` from `dcp.load` | the save was interrupted, or each host wrote to its own disk | load a complete one, from a directory that all hosts mount |
 # | `Missing key in checkpoint state_dict` | the model has a name that the checkpoint lacks | `DefaultLoadPlanner(allow_partial_load=True)` if it is meant |
 # | `except Exception` does not catch a failed `dcp.load` | `CheckpointException` is a `BaseException` | name it |
-# | other programs cannot read the folder | its format is DCP's, or ours | `dcp_to_torch_save` of `torch.distributed.checkpoint.format_utils`; `export_safetensors` |
+# | the first step has another size than without saves | `get_state_dict` before it: AdamW counts the empty step that makes its averages | call it after a step, or to load |
 #
 # ## The rule
 #
