@@ -54,7 +54,7 @@ lesson.card(
     learn="save shards, resume on any number of ranks, and refuse a checkpoint that is incomplete or damaged",
     needs="[lesson 3](03_full_state_dict.ipynb)",
     ranks="jobs of 4, 3 and 1 ranks on the CPU (2 or 3 work: set `FSDP_RANKS`)",
-    minutes=(1, 20, 15),
+    minutes=(1, 27, 15),
 )
 
 # %% [markdown]
