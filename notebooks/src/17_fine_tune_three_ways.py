@@ -138,7 +138,7 @@ ranks.start(preload=["fsdp_utils.lessons.programs", "transformers.models.llama.m
 # %% jupyter={"source_hidden": true}
 # %%ranks
 import contextlib
-import inspect
+import inspect  # noqa: F401  a string below uses it
 import json
 import sys
 import warnings
@@ -175,10 +175,10 @@ device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.
 # FSDP or DDP takes. BERT and T5 accept the argument, because their `forward` takes `**kwargs`, and ignore it. They
 # return a mean, and `Trainer` multiplies that, too.
 #
-# The next cell compares the loss that `Trainer` logs with the script's recipe, for one and for two micro-batches on
-# each rank. `run_trainer`, from `fsdp_utils/lessons/programs.py`, trains by a `Trainer` with `fsdp=True`. So that it
-# shards on CPU ranks, too, it is a `TrainerOnCpus`, here and below. The cell prints this class, which makes the
-# assignments that Accelerate makes on GPUs. T5 trains by DDP: FSDP2 refuses the units that Accelerate 1.15 makes of it.
+# The next cell compares the loss that `Trainer` logs with the script's recipe, for one and two micro-batches on each
+# rank. `run_trainer`, from `fsdp_utils/lessons/programs.py`, trains by a `Trainer` with `fsdp=True`. So that it shards
+# on CPU ranks, it is a `TrainerOnCpus`: this class, printed beneath, makes the assignments that Accelerate makes on
+# GPUs. With Accelerate's own units BERT and T5 fail: BERT's are named in `fsdp_config`, T5 trains by DDP.
 
 # %%
 # %%ranks
@@ -212,8 +212,7 @@ PLACE = {"Llama": {}, "BERT": {"fsdp_config": {"transformer_layer_cls_to_wrap": 
 for name, n in [("Llama", 1), ("BERT", 1), ("BERT", 2), ("T5", 1), ("T5", 2)]:
     step = {"max_steps": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": n, **PLACE[name]}
     losses = [run_trainer(small(name), rows, kind=kind, **step)[0][0] for kind in (TrainerOnCpus, ByLabels)]
-    right = right_loss(name, n)
-    too_large.append([name, n, *(round(loss / right, 2) for loss in losses)])
+    too_large.append([name, n, *(round(loss / right_loss(name, n), 2) for loss in losses)])
 
 # %%
 too_large, world = ranks.get("(too_large, world)")[0]
@@ -447,7 +446,8 @@ dist.barrier()
 saved = [[tensor_kib(f"{out}-{how}") for how in ("full", "lora")] for out in ("loop", "program", "trainer")]
 dist.barrier()                                  # the next runs save to these folders
 unstopped = by_hand(finetune.lora(), 12)[10:]
-for run in by_program("lora", finetune.lora(), 12), by_trainer(finetune.lora(), 12, resume="trainer-lora/checkpoint-10"):
+resumed = by_trainer(finetune.lora(), 12, resume="trainer-lora/checkpoint-10", save_steps=10)   # as when it was saved
+for run in by_program("lora", finetune.lora(), 12), resumed:
     assert all(abs(a[0] - b[0]) < 1e-4 for a, b in zip(run[-2:], unstopped))
 
 # %%
