@@ -74,12 +74,14 @@ def run_trainer(
     *,
     kind: type[Trainer] = TrainerOnCpus,
     policy: MixedPrecisionPolicy | None = None,
+    resume: str | None = None,
     **arguments: Any,
 ) -> list[tuple[float, float]]:
     """Train on the rows in their order, by a Trainer of this kind.
 
     Args:
         policy: replaces the one that Accelerate makes of `bf16=True`.
+        resume: the folder of the checkpoint to continue from.
         arguments: of TrainingArguments; `fsdp` is True if it isn't among them.
 
     Returns:
@@ -90,10 +92,11 @@ def run_trainer(
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         os.environ.pop(name, None)
     given: Any = {"fsdp": True, "use_cpu": not torch.cuda.is_available(), "save_strategy": "no"}
+    given |= {"ddp_find_unused_parameters": False}  # without FSDP: True would search, and warn
     given |= {"train_sampling_strategy": "sequential", "logging_steps": 1, "disable_tqdm": True, **arguments}
     trainer: Any = kind(model, TrainingArguments(**given), train_dataset=cast("Any", rows))
     trainer.remove_callback(PrinterCallback)  # it prints what log_history holds
     if policy is not None:
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]

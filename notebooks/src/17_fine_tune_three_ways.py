@@ -1,26 +1,33 @@
 # %% [markdown]
 # # 17 · Fine-tune: own loop, fsdp_utils.train or Trainer?
 #
-# You have a model, your own data and several GPUs. Who should run the training steps: a loop of your own, transformers'
-# `Trainer`, or this library's training program, `fsdp_utils.train`? **Take `Trainer` if you work with transformers'
-# datasets, metrics and callbacks; `fsdp_utils.train` if the run has to go on by itself after it was interrupted; your
-# own loop if the order of forward, backward and `optimizer.step()` is itself new.** Losses don't decide it: on GPUs all
-# three (`Trainer` with `fsdp=True`) shard the model by torch's `fully_shard` (FSDP2), and with the same settings they
-# train the same. What should concern you are the differences that no error reports:
+# You have a model, your own data and several GPUs. Who should run the training steps?
 #
-# | | your own loop | `fsdp_utils.train` | `Trainer`, `fsdp=True` |
-# |:--|:--|:--|:--|
-# | the loss is | what you divide it by | the mean over all labels | the same for Llama; for BERT or T5 on 4 ranks 4 times as large |
-# | learning rate, if you set none | 0.001 (`AdamW`) | 0.0003 | 0.00005 |
-# | asked for bf16, it adds up gradients in | what you choose | float32 | bf16, unless you change it |
-# | a checkpoint of LoRA holds | what you choose | adapters and base | adapters |
-# | on CPU ranks it trains with | FSDP2 | FSDP2 | DDP |
+# - **`Trainer` of transformers**, if you work with its datasets, metrics and callbacks.
+# - **`fsdp_utils.train`**, this library's training program, if the run has to go on by itself after it was interrupted.
+# - **Your own loop**, if the order of forward, backward and `optimizer.step()` is itself new.
 #
-# Measured below on CPU ranks; learning rates are read. For all but the last row, `Trainer` was made to shard (T5 excepted).
+# The drawing shows who does what in each of them.
 
-# %% tags=["card"]
+# %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
 
+ways = {
+    "your own loop": ["the loop", "you", "you", "you, by torch's DCP", "you"],
+    "fsdp_utils.train": ["a function: data and model", "the program", "the program", "the program", "the same command"],
+    "Trainer": ["TrainingArguments", "Trainer", "the model and Trainer", "Trainer and Accelerate", "resume_from_checkpoint"],
+}
+rows = ["you write", "runs each step", "divides the loss", "saves checkpoints", "resumes"]
+layers = {way: dict(zip(rows, does)) for way, does in ways.items()}
+plots.layers(layers, above=[], below=["torch's fully_shard (FSDP2)"], alt="Who does what in the three, above fully_shard.")
+
+# %% [markdown]
+# On GPUs all three shard the model by torch's `fully_shard`. With the same settings they train the same, so the losses
+# don't decide it. What should concern you are differences that no error reports: in the loss of some models, in
+# defaults, in precision and in what a checkpoint holds. You measure them below, and a table at the end lists them.
+# (Another loss is no obstacle: `Trainer` takes it by `compute_loss`. The step of `fsdp_utils.train` is fixed.)
+
+# %% tags=["card"]
 lesson.card(
     17,
     learn="choose a training program, and find the differences between three of them that no error reports",
@@ -34,7 +41,7 @@ lesson.card(
 # It trains the same small Llama for three steps in three ways: by a loop, by the same loop with another loss, and by
 # `Trainer` with `fsdp=True`, its switch for FSDP2. Only the tokens of a sample's answer count in the loss: the others
 # have the label -100. Look at the line after `if by_labels`, which is all that the two loops differ in. Save it as
-# `train.py`, then run `torchrun --nproc-per-node 4 train.py`.
+# `train.py`, then run `torchrun --nproc-per-node 4 train.py`. On CPU ranks it prints what stands beneath.
 #
 # ```python
 # import torch
@@ -52,7 +59,8 @@ lesson.card(
 # def build():
 #     torch.manual_seed(0)                                          # the same weights on every rank
 #     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4}
-#     return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))  # or from_pretrained(...)
+#     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))  # or from_pretrained(...)
+#     return model      # with LoRA of peft: get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
 #
 # torch.manual_seed(1)
 # ids = torch.randint(64, (3 * world, 24))                          # your data: a sample for each step and rank
@@ -99,30 +107,19 @@ lesson.card(
 # Trainer              losses 4.122 4.192 4.171, 658 KiB of weights per rank
 # ```
 #
-# This output is from CPU ranks. Both columns hold a surprise.
+# **The losses.** The first loop differs from `Trainer` at the first step, before any weight has changed: the two define
+# the loss differently. In that step the four ranks have answers of 6, 2, 7 and 9 tokens. In the first loop each rank
+# takes the mean over its own tokens, and FSDP takes the mean of these means. So a token on the rank with 2 counts 4.5
+# times as much as one on the rank with 9.
 #
-# **The losses.** The first loop differs from `Trainer` at the first step, 4.138 against 4.122, before any weight
-# has changed: the two define the loss differently. In that step the four ranks have answers of 6, 2, 7 and 9
-# tokens. In the first loop each rank takes the mean over its own tokens, and FSDP takes the mean of these means. So
-# a token on the rank with 2 counts 4.5 times as much as one on the rank with 9.
+# The second loop takes one mean over all 24. `loss * own` turns a rank's mean back into the sum of its losses. The sum
+# is divided by `labels_per_rank`, 24 / 4 = 6, and FSDP's mean over the four ranks divides by 4 again. This works for
+# every model that returns a mean. Give each rank at least one label: the mean over none is NaN.
 #
-# The second loop takes one mean over all 24. `loss * own` turns a rank's mean back into the sum of its losses. The
-# sum is divided by `labels_per_rank`, 24 / 4 = 6, and FSDP's mean over the four ranks divides by 4 again. This works
-# for every model that returns a mean. Give each rank at least one label: the mean over none is NaN.
-#
-# **The bytes.** A rank of either loop holds 164 KiB of weights, a quarter of the model. A rank of `Trainer` holds all
-# 658, because on CPU ranks `fsdp=True` has no effect: Accelerate, the library under `Trainer` that distributes the
-# model, switches FSDP on for GPUs and other accelerators only. So **a test of your `Trainer` on CPU ranks tests DDP**:
-# look at `trainer.is_fsdp_enabled`, which is False there.
-#
-# ## Which one?
-#
-# **`Trainer`** takes arguments and callbacks. Another loss or a second model is no obstacle: override `compute_loss`,
-# as TRL's trainers do, but count the labels as the next section does. `trainer.train(resume_from_checkpoint=True)`
-# continues a run, but raises a `ValueError` while there is no checkpoint. **`fsdp_utils.train`** takes a function that
-# returns data and model. The same command, given again, continues from the last complete checkpoint, also on another
-# number of ranks ([lesson 10](10_end_to_end.ipynb) kills it to show that); its step is fixed: one loss, AdamW,
-# clipping. In **your own loop** all is yours to get right: what is counted, saved and resumed.
+# **The bytes.** A rank of either loop holds a quarter of the model, and a rank of `Trainer` all of it. On CPU ranks
+# `fsdp=True` has no effect: Accelerate, the library under `Trainer` that distributes the model, switches FSDP on for
+# GPUs and other accelerators only. So **a test of your `Trainer` on CPU ranks tests DDP**: look at
+# `trainer.is_fsdp_enabled`, which is False there.
 
 # %% jupyter={"source_hidden": true}
 import os
@@ -141,6 +138,7 @@ ranks.start(preload=["fsdp_utils.lessons.programs", "transformers.models.llama.m
 # %% jupyter={"source_hidden": true}
 # %%ranks
 import contextlib
+import inspect  # noqa: F401  a string below uses it
 import json
 import sys
 import warnings
@@ -152,12 +150,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-from peft import PeftModel, get_peft_model_state_dict
-from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import FileSystemReader
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from transformers import TrainingArguments
 
 from fsdp_utils import shard
 from fsdp_utils.lessons.probe import Probe
@@ -169,7 +164,7 @@ transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")    # peft reads a renamed attribute
 warnings.filterwarnings("ignore", "FSDP2-wrapped module")                   # about writing into the model's output
-on_gpu, no_search = torch.cuda.is_available(), {"ddp_find_unused_parameters": False}      # it would warn
+on_gpu = torch.cuda.is_available()
 device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 # %% [markdown]
@@ -180,10 +175,10 @@ device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.
 # FSDP or DDP takes. BERT and T5 accept the argument, because their `forward` takes `**kwargs`, and ignore it. They
 # return a mean, and `Trainer` multiplies that, too.
 #
-# The next cell compares the loss of `Trainer` with the script's recipe, for one and for two micro-batches on each rank
-# (`gradient_accumulation_steps`). `run_trainer`, from `fsdp_utils/lessons/programs.py`, runs a `Trainer` with
-# `fsdp=True`. `TrainerOnCpus` is a test double, which shards on CPU ranks, too: on GPUs you use `Trainer`. All numbers
-# of `Trainer` below come from it, T5's with DDP. A ratio of 1 is right. `ByLabels` is the cure.
+# The next cell compares the loss that `Trainer` logs with the script's recipe, for one and two micro-batches on each
+# rank. `run_trainer`, from `fsdp_utils/lessons/programs.py`, trains by a `Trainer` with `fsdp=True`. So that it shards
+# on CPU ranks, it is a `TrainerOnCpus`: this class, printed beneath, makes the assignments that Accelerate makes on
+# GPUs. With Accelerate's own units BERT and T5 fail: BERT's are named in `fsdp_config`, T5 trains by DDP.
 
 # %%
 # %%ranks
@@ -201,39 +196,40 @@ class ByLabels(TrainerOnCpus):
         loss = output.loss * labels_of(inputs) / num_items_in_batch * self.accelerator.num_processes
         return (loss, output) if return_outputs else loss
 
+def right_loss(name, n):                                        # the mean over all labels of a step
+    model, mine = small(name).to(device), rows[rank : n * world : world]
+    parts = [{key: value[None].to(device) for key, value in row.items()} for row in mine]
+    with torch.no_grad():
+        total = sum(model(**part).loss * labels_of(part) for part in parts)
+    dist.all_reduce(mean := total / labels_per_rank(parts) / world)
+    return mean.item()
+
 torch.manual_seed(1)
 ids = torch.randint(64, (2 * world, 24))
 labels = ids.masked_fill(torch.arange(24) < torch.randint(1, 23, (2 * world, 1)), -100)
 rows, too_large = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels)], []
-for name, block in {"Llama": "LlamaDecoderLayer", "BERT": "BertLayer", "T5": None}.items():      # None: DDP
-    place = {"fsdp_config": {"transformer_layer_cls_to_wrap": [block]}} if block else {"fsdp": False, **no_search}
-    for n in (1, 2):
-        model = small(name).to(device)
-        parts = [{key: value[None].to(device) for key, value in row.items()} for row in rows[rank : n * world : world]]
-        with torch.no_grad():
-            right = sum(model(**part).loss * labels_of(part) for part in parts) / labels_per_rank(parts) / world
-        dist.all_reduce(right)
-        settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": n, "max_steps": 1}
-        losses = [run_trainer(small(name), rows, kind=k, **place, **settings)[0][0] for k in (TrainerOnCpus, ByLabels)]
-        too_large.append([name, n, *(round(loss / right.item(), 2) for loss in losses)])
+PLACE = {"Llama": {}, "BERT": {"fsdp_config": {"transformer_layer_cls_to_wrap": ["BertLayer"]}}, "T5": {"fsdp": False}}
+for name, n in [("Llama", 1), ("BERT", 1), ("BERT", 2), ("T5", 1), ("T5", 2)]:
+    step = {"max_steps": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": n, **PLACE[name]}
+    losses = [run_trainer(small(name), rows, kind=kind, **step)[0][0] for kind in (TrainerOnCpus, ByLabels)]
+    too_large.append([name, n, *(round(loss / right_loss(name, n), 2) for loss in losses)])
 
 # %%
-too_large = ranks.get("too_large")[0]
-world = ranks.get("world")[0]
+too_large, world = ranks.get("(too_large, world)")[0]
 assert all(round(a / (1 if name == "Llama" else world * n)) == b == 1 for name, n, a, b in too_large)
+print(ranks.get("inspect.getsource(TrainerOnCpus)")[0])
 Table(["model", "micro-batches", "Trainer's loss / mean over all labels", "with ByLabels"], too_large)
 
 # %% [markdown]
-# The losses of BERT and T5 are too large by the number of ranks times that of micro-batches, and so are their
-# gradients. `ByLabels` mends both. With your own data count the first label, too, for BERT and T5, which predict it. An
-# override that returns `model(**inputs).loss` falls into the same trap: a mean of means, with two micro-batches 2.0
-# times too large for the Llama. `model.accepts_loss_kwargs = False` mends the factor, but leaves a mean of means.
+# A ratio of 1 is right. The losses of BERT and T5 are too large by the number of ranks times that of micro-batches, and
+# so are their gradients. (T5's ratios are not whole: a mean of means is multiplied.) `ByLabels` mends both. BERT and T5
+# predict the first label, too: with your own data count it. The trap is not theirs alone: an override of `compute_loss`
+# that returns `model(**inputs).loss` gives a mean of means for a Llama, too, n times as large with n micro-batches.
 #
 # ## With equal settings, equal losses
 #
-# The three fine-tune a Llama of three blocks, which a folded cell trains to write dates in digits
-# (`7 march 1998>1998-03-07`) and saves as the folder `base`, in the format of a model on the hub. The new task is the way
-# back, `1998-03-07>7 march 1998`, whose answers differ in length.
+# The three fine-tune a small Llama that can write dates in digits (`7 march 1998>1998-03-07`). A folded cell makes it,
+# as the folder `base`. The new task is the way back, `1998-03-07>7 march 1998`, whose answers differ in length.
 
 # %%
 # %%writefile finetune.py
@@ -302,7 +298,9 @@ def by_program(how, model, steps=STEPS, precision="fp32", out="program"):
     return [(line["loss"], line["norm"]) for line in lines if "loss" in line]
 
 # %% [markdown]
-# **Way 1, your own loop**, is the script's. `parts` is this rank's list of batches for one step: one, or two in turn 2.
+# **Way 1, your own loop**, is the script's. Folded cells give it AdamW's settings `LR` and `BETAS`, the largest norm
+# `CLIP`, `STEPS` and `BATCH`, the samples of a step on all ranks. `share(step)` returns this rank's `parts` of that
+# batch, a list of micro-batches: one, or two in turn 2. `rows` are the same samples for `Trainer`.
 
 # %%
 # %%ranks
@@ -349,20 +347,19 @@ for how in ("full", "lora"):
     trains["Trainer"] = partial(by_trainer, save_strategy="steps", save_steps=STEPS, output_dir=f"trainer-{how}")
     for way, train in trains.items():
         model = getattr(finetune, how)()
-        with Probe(model) as probe:                             # counts bytes in steps 2 to 4, for later
+        with Probe(model) as probe:                             # counts what a rank holds and sends, for later
             runs[way, how] = train(model), probe
 
-# %% jupyter={"source_hidden": true} tags=["check"]
+# %% jupyter={"source_hidden": true}
 curves = ranks.get("{key: curve for key, (curve, _) in runs.items()}")[0]
-ways = ["your own loop", "fsdp_utils.train", "Trainer"]
-for (way, how), curve in curves.items():
-    for found, mine in zip(curve, curves["your own loop", how], strict=True):
-        assert abs(found[0] - mine[0]) < 1e-4 and abs(found[1] - mine[1]) < 2e-3, (way, how)  # noqa: PT018
+for (_, how), curve in curves.items():
+    assert all(abs(a[0] - b[0]) < 1e-4 and abs(a[1] - b[1]) < 2e-3 for a, b in zip(curve, curves["your own loop", how], strict=True))
+lines = [[way, how, *(round(curve[step - 1][0], 3) for step in (1, 4, 7, 10))] for (way, how), curve in curves.items()]
+Table(["losses", "trained", *(f"step {step}" for step in (1, 4, 7, 10))], lines)
 
 # %% [markdown]
-# With all parameters and with LoRA, the losses of each step differ by less than 0.0001 between the programs, and the
-# norms before clipping by less than 0.002, as a folded check asserts. It took equal samples in equal order, the same
-# denominator of the loss, AdamW's settings with their schedule, and clipping by the norm over all ranks.
+# The losses of all steps agree, and so do the norms before clipping, as the folded cell asserts, but for rounding. This
+# took equal samples in order, equal denominators of the loss, equal AdamW settings, and clipping by the global norm.
 #
 # ## The defaults
 #
@@ -370,7 +367,7 @@ for (way, how), curve in curves.items():
 
 # %%
 # %%ranks
-loop, program, args = torch.optim.AdamW([torch.zeros(1)]).defaults, OptimConfig, TrainingArguments
+loop, program, args = torch.optim.AdamW([torch.zeros(1)]).defaults, OptimConfig, transformers.TrainingArguments
 defaults = [
     ["learning rate", loop["lr"], program.lr, args.learning_rate],
     ["its schedule", "none", program.decay, str(args.lr_scheduler_type)],
@@ -378,7 +375,6 @@ defaults = [
     ["weight decay", loop["weight_decay"], program.weight_decay, args.weight_decay],
     ["largest norm", "not clipped", program.clip, args.max_grad_norm],
     ["samples in a step", "yours", f"{DataConfig('').batch_size} in all", f"{args.per_device_train_batch_size} a rank"],
-    ["length", "yours", f"{TrainConfig.steps} steps", f"{args.num_train_epochs:.0f} epochs"],
     ["order of the samples", "yours", "by the seed", args.train_sampling_strategy],
 ]
 
@@ -386,15 +382,14 @@ defaults = [
 Table(["if left out", *ways], ranks.get("defaults")[0])
 
 # %% [markdown]
-# The learning rates differ by up to a factor of 20. So when you move a run from one program to another, set every row.
-# One difference has no row: once weight decay is on, `Trainer` exempts norm layers and biases, and the other two
-# decay all that is trained.
+# The learning rates differ by up to a factor of 20, so when you move a run from one program to another, set every row.
+# One difference has no row: once weight decay is on, `Trainer` exempts norm layers and biases, and the others don't.
 #
 # ## Precision
 #
 # Now all three are asked for bf16: the loop by the policy of [lesson 7](07_mixed_precision.ipynb), the program by
-# `precision="bf16"`, `Trainer` by `bf16=True`. The bytes sent tell the dtype in which parameters are gathered and
-# gradients added up: 2 bytes are bf16, 4 are float32. The last row is `Trainer` after this assignment before `train()`:
+# `precision="bf16"`, `Trainer` by `bf16=True`. The bytes sent for one number tell its dtype: 2 are bf16, 4 are float32.
+# The last row is `Trainer` after this assignment before `train()`:
 # `trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy`.
 
 # %%
@@ -411,26 +406,23 @@ for way, train in asked.items():
     whole = runs[way.partition(",")[0], "full"][1]                  # the same in float32: 4 bytes an element
     with Probe(model := finetune.full()) as probe:
         train(model)
-    sent = [round(4 * probe.sent(kind) / whole.sent(kind), 1) for kind in ("all_gather", "reduce_scatter")]
-    precision.append([way, str(next(model.parameters()).dtype).removeprefix("torch."), *sent])
+    precision.append([way, *(round(4 * probe.sent(k) / whole.sent(k), 1) for k in ("all_gather", "reduce_scatter"))])
 
 # %%
 precision = ranks.get("precision")[0]
-assert [row[3] for row in precision] == [4, 4, 2, 4]
-Table(["asked for bf16", "parameters at rest", "bytes gathered for one number", "bytes reduced for one gradient"], precision)
+assert [row[2] for row in precision] == [4, 4, 2, 4]
+Table(["asked for bf16", "bytes gathered for one number", "bytes reduced for one gradient"], precision)
 
 # %% [markdown]
 # The third row is the odd one: `Trainer` adds up the ranks' gradients in bf16, because Accelerate's `bf16` sets
-# `reduce_dtype` with `param_dtype`. That saves half of the reduced bytes, but each addition rounds: lesson 7 finds such
-# sums 0.7% off with 64 simulated ranks. Transformers 5.23 has no argument for it; the assignment helps, as the last row
-# shows. The first two keep float32 parameters at rest because `full()` loads them so; `Trainer` with `bf16=True` makes
-# trainable parameters float32 however they were loaded.
+# `reduce_dtype` with `param_dtype`. That saves half of the reduced bytes, but each addition rounds: lesson 7 measures
+# what it costs. Transformers 5.23 has no argument for it; the assignment helps, as the last row shows.
 #
 # ## Checkpoints of LoRA
 #
 # With LoRA, a checkpoint could leave out the base model, which never changes. Do the three? `fsdp_utils.train` and
-# `Trainer` saved the last step of the runs above. Your loop saves by torch's distributed checkpoints (DCP), in the
-# next cell, where `ignore_frozen_params` leaves out what isn't trained. Its last lines write an adapter for PEFT.
+# `Trainer` saved the last step of the runs above. Your loop saves by torch's distributed checkpoints (DCP), in the next
+# cell, where `ignore_frozen_params` leaves out what isn't trained.
 
 # %%
 # %%ranks
@@ -440,50 +432,50 @@ for how in ("full", "lora"):
     weights, moments = get_state_dict(probe.model, probe.optimizer, options=only_trained)
     dcp.save({"model": weights, "optimizer": moments, "step": STEPS}, checkpoint_id=f"loop-{how}")
 
-adapter = {name: part.full_tensor().cpu() for name, part in get_peft_model_state_dict(probe.model).items()}   # on each rank
-if rank == 0:
-    probe.model.peft_config["default"].save_pretrained("adapter")
-    save_file(adapter, "adapter/adapter_model.safetensors")
-
 # %% jupyter={"source_hidden": true} tags=["check"]
 # %%ranks
 def tensor_kib(folder):
     """KiB of the tensors in a checkpoint: those of safetensors, and of DCP's files by their metadata."""
     sizes = [t.nbytes for path in Path(folder).rglob("*.safetensors") for t in load_file(path).values()]
     for path in Path(folder).rglob(".metadata"):
-        entries = FileSystemReader(path.parent).read_metadata().state_dict_metadata.values()
+        entries = dcp.FileSystemReader(path.parent).read_metadata().state_dict_metadata.values()
         sizes += [e.size.numel() * e.properties.dtype.itemsize for e in entries if hasattr(e, "size")]
     return round(sum(sizes) / 2**10)
 
-
 dist.barrier()
-read = get_peft_model_state_dict(PeftModel.from_pretrained(finetune.full(), "adapter"))
-assert len(adapter) == 12 and all(torch.equal(read[name], part) for name, part in adapter.items())  # noqa: PT018
-names = zip(("your own loop", "fsdp_utils.train", "Trainer"), ("loop", "program", "trainer"))
-saved = [[way, *(tensor_kib(f"{out}-{how}") for how in ("full", "lora"))] for way, out in names]
+saved = [[tensor_kib(f"{out}-{how}") for how in ("full", "lora")] for out in ("loop", "program", "trainer")]
+dist.barrier()                                  # the next runs save to these folders
+unstopped = by_hand(finetune.lora(), 12)[10:]
+resumed = by_trainer(finetune.lora(), 12, resume="trainer-lora/checkpoint-10", save_steps=10)   # as when it was saved
+for run in by_program("lora", finetune.lora(), 12), resumed:
+    assert all(abs(a[0] - b[0]) < 1e-4 for a, b in zip(run[-2:], unstopped))
 
 # %%
 saved = ranks.get("saved")[0]
-assert saved[1][2] > 5 * saved[0][2] == 5 * saved[2][2]
-Table(["saved by", "all parameters, KiB", "LoRA, KiB"], saved)
+assert saved[1][1] > 5 * saved[0][1] == 5 * saved[2][1]
+Table(["saved by", "all parameters, KiB", "LoRA, KiB"], [[way, *kib] for way, kib in zip(ways, saved)])
 
 # %% [markdown]
 # With all parameters, each saves the weights and AdamW's two averages. With LoRA, your loop and `Trainer`, here with
-# `SHARDED_STATE_DICT`, save the same three for the adapters alone: 72 KiB, of use only beside the base.
-# `fsdp_utils.train` saves the frozen base, too: 658 KiB more, and with 8 billion parameters in float32 about 30 GiB.
+# `SHARDED_STATE_DICT`, save the same three for the adapters alone, of use only beside the base. `fsdp_utils.train`
+# saves the frozen base, too: 730 - 72 = 658 KiB here, and 4 bytes for each parameter of yours.
 #
-# PEFT reads your loop's folder `adapter`, but not what DCP wrote, for `Trainer` as well. Its default, `FULL_STATE_DICT`,
-# gathers the whole model in rank 0's CPU memory ([lesson 3](03_full_state_dict.ipynb)) and writes a file for PEFT. For
-# this library's checkpoints there is `export_safetensors(..., adapter_only=True)` ([recipes](../book/trainers.md)).
+# PEFT does not read what DCP wrote. `Trainer`'s default, `FULL_STATE_DICT`, gathers the whole model in rank 0's CPU
+# memory ([lesson 3](03_full_state_dict.ipynb)) and writes a file for PEFT. For this library's checkpoints there is
+# `export_safetensors(..., adapter_only=True)` ([recipes](../book/trainers.md)).
+#
+# Both programs also resume: the folded check lets each train two steps more from its checkpoint of LoRA, and the losses
+# are those of a run of 12 steps without a stop. `fsdp_utils.train` needs the same command again, on any number of ranks
+# ([lesson 10](10_end_to_end.ipynb)); `trainer.train(resume_from_checkpoint=True)` raises while there is no checkpoint.
 #
 # ## What a rank holds and sends
 #
-# The figure shows what rank 0 holds when `optimizer.step()` returns, before `zero_grad()`, and what it gathers and
-# reduces in a step; `fsdp_utils.train` has your loop's numbers.
+# The figure shows what rank 0 holds when `optimizer.step()` returns, and what it gathers and reduces in a step;
+# `fsdp_utils.train` has your loop's numbers.
 
 # %% tags=["held"]
 held = ranks.get("{key: [n / 2**10 for n in probe.row()] for key, (_, probe) in runs.items()}")[0]
-kib = {f"{way}, {how}": held[way, how] for how in ("full", "lora") for way in ways[::2]}
+kib = {f"{way}, {how}": held[way, how] for how in ("full", "lora") for way in ("your own loop", "Trainer")}
 plots.amounts({
     "after optimizer.step()": {run: dict(zip(("parameters", "gradients", "AdamW's averages"), row)) for run, row in kib.items()},
     "in one step": {run: {"gathered": row[3], "reduced": row[4]} for run, row in kib.items()},
@@ -493,30 +485,27 @@ plots.amounts({
 for way in ways:
     full, lora = held[way, "full"], held[way, "lora"]
     assert lora[4] < 0.05 * full[4] < lora[3] < 1.1 * full[3]
-    assert full[:3] == held[ways[0], "full"][:3] and lora[:3] == held[ways[0], "lora"][:3]  # noqa: PT018
-assert held[ways[1], "full"] == held[ways[0], "full"] and held[ways[1], "lora"] == held[ways[0], "lora"]  # noqa: PT018
-assert 1 < held["Trainer", "full"][3] / held[ways[0], "full"][3] < 1.03
+    assert full[:3] == held["your own loop", "full"][:3] and lora[:3] == held["your own loop", "lora"][:3]  # noqa: PT018
+assert held["fsdp_utils.train", "full"] == held["your own loop", "full"] and held["fsdp_utils.train", "lora"] == held["your own loop", "lora"]  # noqa: PT018
+assert 1 < held["Trainer", "full"][3] / held["your own loop", "full"][3] < 1.03
 
 # %% [markdown]
-# **Between the programs**, only the gathers differ. `Trainer` gathers 16 KiB more: Accelerate makes the embedding a
-# unit, which is gathered twice, and norm with head another. `shard` leaves them in the model's own unit, which stays
-# gathered until backward ends. The embedding of Llama 3 8B is 1 GiB in bf16: made a unit as in
-# [lesson 1](01_transformer_wrapper.ipynb), it is freed between forward and backward.
+# **Between the programs**, only the gathers differ. `Trainer` gathers 16 KiB more, the size of the embedding:
+# Accelerate makes it a unit, which is gathered for forward and again for backward. `shard` leaves it in the model's own
+# unit, which stays gathered until backward ends ([lesson 1](01_transformer_wrapper.ipynb)).
 #
-# **From all parameters to LoRA**, a rank holds 188 instead of 658 KiB, as gradients and averages remain for the
-# adapters alone. What is gathered doesn't shrink: frozen weights compute, too ([lesson 9](09_child_tuning.ipynb)).
+# **From all parameters to LoRA**, gradients and averages remain for the adapters alone. What is gathered doesn't
+# shrink: frozen weights compute, too ([lesson 9](09_child_tuning.ipynb)).
 #
 # ## Your turn 1 · Train adapters only
 #
-# In the LoRA runs PEFT froze the base model. Now you do it, for an unsharded model with adapters, in which
-# *every* parameter requires a gradient. Write `prepare(model)`: it lets only the adapters be trained (12 tensors,
-# with `lora_` in their names), shards the model by `shard(model)`, and returns the optimizer. The turn takes four
-# steps with it, and compares the losses with the LoRA run above.
+# In the LoRA runs PEFT froze the base model. Now you do it, for an unsharded model with adapters, in which *every*
+# parameter requires a gradient. Write `prepare(model)`: it lets only the adapters be trained (12 tensors, with `lora_`
+# in their names), shards the model by `shard(model)`, and returns the optimizer. The turn compares with the LoRA run.
 #
 # <details><summary>Hint</summary>
 #
-# `adamw(model)`, from way 1, makes the optimizer of all parameters that require a gradient; mind that `shard` puts
-# new parameters in the old ones' place.
+# `adamw(model)`, from way 1, makes the optimizer of all that requires a gradient; `shard` replaces parameters.
 #
 # </details>
 
@@ -529,8 +518,7 @@ PREPARED = {
     "the model is sharded": exactly(True, "`prepare` has not sharded the model: call `shard(model)`."),
     "tensors that require a gradient": exactly(
         COUNT, less="An adapter is frozen: they are the parameters with `lora_` in their names.",
-        more="The base model requires gradients, too. FSDP2 computes and reduces them, and clipping counts them, "
-        "whatever the optimizer was given: set `requires_grad_` by name.",
+        more="The base model requires gradients, too. FSDP2 computes and reduces them, and clipping counts them, whatever the optimizer was given: set `requires_grad_` by name.",
     ),
     "of them, in the optimizer": exactly(COUNT, less="The optimizer lacks adapters: make it of all of them, and after `shard`, which replaces the parameters."),
     "lr, betas and weight decay of `adamw`": exactly(True, "`adamw` has `lr=LR`, `betas=BETAS` and `weight_decay=0.0`."),
@@ -603,16 +591,14 @@ def prepare(model):                             # torch's default weight decay
 # %% [markdown]
 # ## Your turn 2 · Accumulate as Trainer does
 #
-# If a step's samples don't fit at once, you split them into micro-batches and add up their gradients. `Trainer`
-# does it by `gradient_accumulation_steps=2`. Write `accumulate(model, parts)`, which does the same in your loop for
-# `parts`, this rank's list of micro-batches for one step. It
+# If a step's samples don't fit at once, you split them into micro-batches and add up their gradients. `Trainer` does it
+# by `gradient_accumulation_steps=2`. Write `accumulate(model, parts)`, which does the same in your loop for `parts`,
+# this rank's list of micro-batches for one step. The turn makes the optimizer steps, and compares with `Trainer`. It
 #
 # - runs forward and backward on each: the gradients are those of the mean over *all labels of the step*;
 # - reduces the gradients once, not with each micro-batch;
 # - holds the activations of one micro-batch at a time;
 # - returns this rank's loss, without gradient: its mean over the ranks is that mean over all labels.
-#
-# The turn makes the optimizer steps, and compares with `Trainer` on the same micro-batches.
 #
 # <details><summary>Hint</summary>
 #
@@ -647,8 +633,7 @@ ACCUMULATED = {
     "loss of step 1, divided by Trainer's": Goal("1", lambda ratio: ratio == 1, about_loss),
     "norm of step 1, divided by Trainer's": exactly(1, "This is not the gradient of the loss that you return: call backward on it once for each part, and reduce the last."),
     "losses of steps 2 to 4 as Trainer's": exactly(True, "The steps after the first one differ: divide each part by the labels of the whole step, not by its own."),
-    "samples on a rank with activations at once": at_most(
-        BATCH // world // 2, "The activations of all micro-batches are there at once: call backward after each forward."),
+    "samples on a rank with activations at once": at_most(BATCH // world // 2, "The activations of all micro-batches are there at once: call backward after each forward."),
     "KiB reduced in a step": exactly(
         ONCE, less="Nothing is reduced: each rank would step with its own gradients.",
         more="Each micro-batch reduces all gradients: only the last one has to.",
@@ -709,14 +694,13 @@ def accumulate(model, parts):                   # the gradients are multiplied a
 
 # %% tags=["right"] turn=2
 def accumulate(model, parts):                   # the loss by hand
-    labels, mine = labels_per_rank(parts).item(), []
+    labels, mine = labels_per_rank(parts).item(), 0.0
     for part in parts:
         model.set_requires_gradient_sync(part is parts[-1])
-        logits = model(part["input_ids"]).logits[:, :-1]
-        total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), part["labels"][:, 1:].flatten(), reduction="sum")
-        (total / labels).backward()
-        mine.append(total.item() / labels)
-    return torch.tensor(sum(mine))
+        logits, y = model(part["input_ids"]).logits[:, :-1].flatten(0, 1), part["labels"][:, 1:].flatten()
+        (loss := torch.nn.functional.cross_entropy(logits, y, reduction="sum") / labels).backward()
+        mine += loss.item()
+    return torch.tensor(mine)
 
 # %% tags=["right"] turn=2
 def accumulate(model, parts):                   # transformers' own argument
@@ -776,21 +760,18 @@ def accumulate(model, parts):                   # each rank would step with its 
 
 # %% [markdown]
 # **The price** of `set_requires_gradient_sync(False)`: until the last micro-batch each rank keeps the *full* gradients,
-# 658 KiB here instead of 164. For 8 billion parameters in float32 that is 30 GiB on every rank. Where they don't fit,
-# reduce after each micro-batch, which with two reduces twice the bytes and gathers as many as before: leave the switch
-# alone, or give `Trainer` `accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}}`.
+# 658 KiB here instead of a quarter. Where they don't fit, reduce after each micro-batch, which with two reduces twice
+# the bytes: leave the switch alone, or give `Trainer`
+# `accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}}`.
 #
-# Why does the turn compare norms? If all gradients are too large by the same factor, clipping and AdamW take nearly
-# the same steps, and where the returned loss is right, losses show nothing. The norm does: **compare norms, too.**
+# Why does the turn compare norms? If all gradients are too large by the same factor, clipping and AdamW take nearly the
+# same steps, and where the returned loss is right, losses show nothing. The norm does: **compare norms, too.**
 #
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
 # | loss and norm are too large by ranks times micro-batches | the model ignores `num_items_in_batch` (BERT, T5) | override `compute_loss` as `ByLabels` does |
-# | `Invariant encountered: value was None` (BERT) or `shared with a parameter already managed by another FSDP group` (T5) | Accelerate 1.15 makes units of the embedding and of a module around it (BERT) or two that share it (T5) | BERT: name the block in `fsdp_config`, as above; T5: DDP |
-# | `fsdp=True`, and each rank holds the whole model | Accelerate has no FSDP for this type of device, or the script runs without torchrun | look at `trainer.is_fsdp_enabled` |
-# | `AcceleratorState has already been initialized` | a `Trainer` of another precision ran in this process | a new process for each run |
 # | losses differ at step 1 | other samples (`Trainer` shuffles by its own seed), or a mean of means | `train_sampling_strategy="sequential"`; divide by all labels |
 # | losses differ from step 2 or 3 on | a setting of the table of defaults was left out, or one program decays norm layers | set them all |
 # | with dropout and `fsdp_config={"activation_checkpointing": True}`, a model learns less well | Accelerate 1.15 recomputes with `preserve_rng_state=False`: backward drops other numbers than forward | `TrainingArguments(activation_checkpointing=True)` |
@@ -798,8 +779,18 @@ def accumulate(model, parts):                   # each rank would step with its 
 # ## The rule
 #
 # `Trainer` for its datasets and callbacks, `fsdp_utils.train` for resuming by itself, your own loop for an unusual
-# step. Then check three things: that it shards (`trainer.is_fsdp_enabled`, or this library's `check_sharding(model)`),
-# what a checkpoint holds, and that losses *and* gradient norms of a few steps equal those of a program you trust.
+# step. Then check three things: that it shards (`trainer.is_fsdp_enabled`, or `check_sharding(model)`), what a
+# checkpoint holds, and that losses *and* gradient norms of a few steps equal those of a program you trust. What was
+# found, with a `Trainer` made to shard but for the last row and T5:
+#
+# | | your own loop | `fsdp_utils.train` | `Trainer`, `fsdp=True` |
+# |:--|:--|:--|:--|
+# | the loss is | what you divide it by | the mean over all labels | the same for Llama; for BERT or T5 on 4 ranks 4 times as large |
+# | learning rate, if you set none | 0.001 (`AdamW`) | 0.0003 | 0.00005 |
+# | asked for bf16, it adds up gradients in | what you choose | float32 | bf16, unless you change it |
+# | a checkpoint of LoRA holds | what you choose | adapters and base | adapters |
+# | it resumes | by your code | by the same command | by `resume_from_checkpoint` |
+# | on CPU ranks it trains with | FSDP2 | FSDP2 | DDP |
 
 # %% jupyter={"source_hidden": true}
 os.chdir(home)
