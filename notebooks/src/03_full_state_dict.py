@@ -51,7 +51,8 @@ lesson.card(
 # Save it as `train.py`, then run `torchrun --nproc-per-node 4 train.py`. `save` and `load` are the
 # functions to take home; the rest tests them. The first run trains eight steps, saves, and goes on. Two
 # others begin with other weights and a new optimizer, and load the file; one forgets the optimizer's state.
-# Then all three train steps 9 to 13 on the same batches, so after a good load their losses are the same.
+# Then all three train steps 9 to 13 on the same batches (each rank has its own), so after a good load their
+# losses are the same.
 #
 # ```python
 # import torch
@@ -125,8 +126,8 @@ lesson.card(
 #
 # A **state dict** is the dictionary that `model.state_dict()` returns: every parameter by its name. After
 # `fully_shard` its values are **DTensors**. A DTensor knows the shape of the full tensor but holds this
-# rank's piece, its shard. So `torch.save(model.state_dict(), …)` on rank 0 is not enough: the file gets rank
-# 0's shards alone.
+# rank's piece, its shard. So `torch.save(model.state_dict(), …)` on rank 0 is not enough: the file gets
+# rank 0's shards alone.
 #
 # Two calls convert. `tensor.full_tensor()` gathers the pieces of all ranks into an ordinary tensor.
 # `distribute_tensor(...)` goes the other way: it takes the values of rank 0 and sends each rank its piece.
@@ -426,8 +427,7 @@ def my_full(model):
 # ## One file, which plain PyTorch reads
 #
 # Now save, and load the file in two ways: into a sharded model with other weights, and into a plain model
-# on rank 0 alone, as somebody without FSDP would. The cell asserts that the loaded run repeats the losses of
-# the first. Look at who reads from the file.
+# on rank 0 alone. The cell asserts that the loaded run repeats the losses of the first. Look at who reads from the file.
 
 # %% tags=["load"]
 # %%ranks
@@ -570,8 +570,8 @@ Table(["", "function", "what happens"], [[n or "", name, said] for n, (name, sai
 #    `optim_only=not model_state_dict`). So the ranks without a file skip the model, and rank 0 broadcasts
 #    alone: its first 8 bytes say how long the list of names will be. Make two calls, as the script does.
 # 4. `fully_shard` cuts each rank's piece from that rank's own weights, and only rank 0's were the file's.
-#    Three quarters of the model are still random, and the loss is near ln 10 = 2.30, that of a guess among
-#    ten classes. Shard first, then load.
+#    Three quarters of the model are still random, and the loss is near ln 10 = 2.30, a guess among ten
+#    classes. Shard first, then load.
 # 5. AdamW divides an average of past gradients by the root of an average of their squares. After one step
 #    of a new AdamW each holds one gradient alone, so their ratio, corrected for the empty start, is about 1
 #    or -1: every weight moves by the whole learning rate, however small its gradient is.
@@ -714,7 +714,7 @@ def my_load(model, state):
 #
 # In float32, rank 0's machine has to hold 4 bytes for each weight, and 8 for AdamW's two averages. The
 # table is arithmetic, not a measurement. Compare its third column with your machine's memory. The last
-# assumes a disk that takes 1 GiB per second; divide it by your disk's number.
+# column assumes a disk that takes 1 GiB per second; divide it by your disk's number.
 
 # %% tags=["fits"]
 rows = []
