@@ -2,19 +2,19 @@
 # # 3 · FULL_STATE_DICT
 #
 # After training with FSDP, each rank holds a part of the model. How do I get one file out of the shards,
-# and back? **To save, every rank calls `get_state_dict` with `full_state_dict=True, cpu_offload=True`, and
-# rank 0 writes what it gets. To load, rank 0 reads the file, and every rank calls `set_model_state_dict`
-# and `set_optimizer_state_dict` with `full_state_dict=True, broadcast_from_rank0=True`.**
+# and back?
+#
+# - **To save, every rank calls `get_state_dict` with `full_state_dict=True, cpu_offload=True`, and rank 0
+#   writes what it gets.**
+# - **To load, rank 0 reads the file, and every rank calls `set_model_state_dict` and
+#   `set_optimizer_state_dict` with `full_state_dict=True, broadcast_from_rank0=True`.**
 #
 # You need such a file when the weights leave FSDP: for inference, for a colleague, for `from_pretrained`.
-# You can also resume training from it, but then rank 0's machine has to hold model and optimizer in full.
-# With AdamW in float32 these are 12 bytes per parameter, 84 GB at 7 billion, and the other ranks wait while
-# rank 0 writes them. (The title is FSDP1's name for this kind of file. The code is FSDP2's, `fully_shard`.)
+# You can also resume training from it if rank 0's machine can hold model and optimizer in full. (The title
+# is FSDP1's name for such a file; the code is FSDP2's, `fully_shard`.)
 #
-# The drawing shows a save of four tensors by four ranks; a colour is the piece of one rank. In training,
-# each rank has its own piece of every tensor. In a save, all ranks gather one tensor after another: each
-# has tensor 2 in full for a moment, but only rank 0 keeps a copy. At the end rank 0 has everything, and the
-# others have what they had before.
+# The drawing shows a save of four tensors by four ranks; each colour is one rank's piece. All ranks gather
+# one tensor after another, and only rank 0 keeps it. At the end, the others have what they had before.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -50,23 +50,19 @@ lesson.card(
 #
 # Save it as `train.py`, then run `torchrun --nproc-per-node 4 train.py`. `save` and `load` are the
 # functions to take home; the rest tests them. The first run trains eight steps, saves, and goes on. Two
-# other runs begin with other weights and a new optimizer, and load the file; one of them forgets the
-# optimizer's state. Then all three train steps 9 to 13 on the same batches, so after a good load the losses
-# are the same.
+# others begin with other weights and a new optimizer, and load the file; one forgets the optimizer's state.
+# Then all three train steps 9 to 13 on the same batches (each rank has its own), so after a good load their
+# losses are the same.
 #
 # ```python
 # import torch
-# import torch.distributed as dist
 # import torch.distributed.checkpoint.state_dict as sd
-# from torch import nn
-# from torch.distributed.device_mesh import init_device_mesh
+# from torch import distributed as dist, nn
 # from torch.distributed.fsdp import fully_shard
 #
 # device = "cuda" if torch.cuda.is_available() else "cpu"
 # dist.init_process_group("nccl" if device == "cuda" else "gloo")
-# if device == "cuda":
-#     torch.cuda.set_device(dist.get_node_local_rank())
-# rank, mesh = dist.get_rank(), init_device_mesh(device, (dist.get_world_size(),))
+# rank, mesh = dist.get_rank(), dist.init_device_mesh(device, (dist.get_world_size(),))  # also sets the GPU
 # to_rank_0 = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
 # from_rank_0 = sd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 #
@@ -91,8 +87,7 @@ lesson.card(
 #
 #
 # def train_step(model, optimizer, step):
-#     torch.manual_seed(100 * step + rank)                    # other samples on each rank
-#     x = torch.randn(64, 64, device=device)
+#     x = torch.randn(64, 64, generator=torch.Generator(device).manual_seed(100 * step + rank), device=device)
 #     loss = nn.functional.cross_entropy(model(x), x[:, :10].argmax(1))
 #     loss.backward()
 #     optimizer.step()
@@ -119,25 +114,20 @@ lesson.card(
 # ```
 #
 # The losses are rank 0's, each computed before that step's update. "Both loaded" prints what "never
-# stopped" prints, so nothing was lost. "Model alone" begins with the right loss, 0.90, because a loss
-# before the first update depends on the weights alone. Then it drifts away without an error: the next loss
-# happens to be lower, and after four updates it is at 1.10 and not at 0.61. The reason is in AdamW, which
-# divides an average of past gradients by the root of an average of their squares. In a new AdamW both
-# averages are empty, and after one step they hold one gradient alone. Their ratio, corrected for the empty
-# start, is then about 1 or -1, so every weight moves by the whole learning rate, whether its gradient is
-# large or small. A check that compares only the first loss after loading would pass here: **compare the
-# losses of several steps.**
+# stopped" prints, so nothing was lost. "Model alone" begins with the right loss, because a loss before the
+# first update depends on the weights alone. Then it drifts away without an error (mistake 5 below). A check
+# of the first loss would pass here: **compare the losses of several steps.**
 #
-# The optimizer's part also holds its settings, so the saved learning rate replaces yours. Step number,
-# scheduler and the place in your data are not in the file; [lesson 10](10_end_to_end.ipynb) lists all that
-# a run needs.
+# The optimizer's part also holds its settings, so the saved learning rate replaces yours. Your loop's step
+# number, the scheduler and the place in your data are not in the file (AdamW's own count of steps is);
+# [lesson 10](10_end_to_end.ipynb) lists all that a run needs.
 #
 # ## From a shard to the full tensor, and back
 #
 # A **state dict** is the dictionary that `model.state_dict()` returns: every parameter by its name. After
 # `fully_shard` its values are **DTensors**. A DTensor knows the shape of the full tensor but holds this
-# rank's piece, its shard. That is why `torch.save(model.state_dict(), …)` on rank 0 is not enough: the file
-# gets rank 0's shards alone, although each still reports the full shape.
+# rank's piece, its shard. So `torch.save(model.state_dict(), …)` on rank 0 is not enough: the file gets
+# rank 0's shards alone.
 #
 # Two calls convert. `tensor.full_tensor()` gathers the pieces of all ranks into an ordinary tensor.
 # `distribute_tensor(...)` goes the other way: it takes the values of rank 0 and sends each rank its piece.
@@ -237,8 +227,8 @@ def leaves(tree):
 
 
 # %% [markdown]
-# Take one parameter, the ten numbers of the last layer's bias. The cell gathers it, then distributes the
-# numbers 0 to 9 in the same way. Look at how many each rank holds.
+# The cell gathers one parameter, the last layer's bias, then distributes the numbers 0 to 9 in the same way.
+# Look at how many each rank holds.
 
 # %%
 # %%ranks
@@ -250,17 +240,18 @@ piece = distribute_tensor(values, bias.device_mesh, bias.placements)
 print(f"{len(bias.to_local())} of {len(full)} are mine; distributed: {piece.to_local().tolist()}")
 
 # %% [markdown]
-# Ten divided by four is rounded up to three, so ranks 0, 1 and 2 hold three numbers each and rank 3 has the
-# one that is left. The `torch.empty(10)` of the other ranks was not read; it only says which shape and
-# dtype to receive.
+# Ten divided by four is rounded up to three, and rank 3 has the one that is left. The `torch.empty(10)` of
+# the other ranks was not read; it only says which shape and dtype to receive.
 #
 # ## Who holds how much
 #
 # `get_state_dict(model, optimizer)` returns two state dicts, one of the model and one of the optimizer.
 # AdamW keeps two averages for each parameter, so in full both together are three times the size of the
-# model. The cell calls it with three kinds of options and prints what each rank holds of the result, in
-# sizes of the model. `Meter` records meanwhile which tensors are alive, for the figure. (`leaves`, folded
-# above, lists a state dict's tensors.)
+# model. The cell prints what each rank holds of the result under three kinds of options, in sizes of the
+# model. Predict first: what do ranks 1 to 3 hold with `full_state_dict=True` alone?
+#
+# (`leaves`, folded above, lists a state dict's tensors; `Meter` records which tensors are alive, for the
+# figure.)
 
 # %% tags=["gather"]
 # %%ranks
@@ -273,13 +264,13 @@ kinds = {
     "full": StateDictOptions(full_state_dict=True),
     "full + cpu_offload": to_rank_0,
 }
-held, curves = {}, {}
+held = {}
 for kind, options in kinds.items():
     with Meter([*model.parameters(), *leaves(optimizer.state_dict())]) as meter:
         states = get_state_dict(model, optimizer, options=options)              # on ALL ranks
     held[kind] = sum(tensor.nbytes for tensor in leaves(states)) / model_bytes
-    curves[kind] = [nbytes / model_bytes for nbytes in meter.tensor_bytes]
     del states
+curve = [nbytes / model_bytes for nbytes in meter.tensor_bytes]                 # of the last kind
 print(" | ".join(f"{kind} {size:.2f}" for kind, size in held.items()))
 
 # %% [markdown]
@@ -288,35 +279,33 @@ print(" | ".join(f"{kind} {size:.2f}" for kind, size in held.items()))
 # sharding was to avoid. Added to it, `cpu_offload=True` does two things, although its name says one: each
 # gathered tensor moves to the CPU, and only rank 0 gets the result. The others get `{}`.
 #
-# The figure shows all tensors alive on a rank during the call, its shards included. Compare the last panel
-# with the other two.
+# The figure shows all tensors alive on a rank during the last of the three calls.
 
 # %% jupyter={"source_hidden": true}
-of_first, *_, of_last = ranks.get("curves")
+of_first, *_, of_last = ranks.get("curve")
 world = len(ranks.get("0"))
-fig, panels = plots.figure(3, width=9.4, height=2.5)
-shown = {"full: every rank": of_last["full"], "full + cpu_offload: rank 0": of_first["full + cpu_offload"]}
-shown[f"full + cpu_offload: rank {world - 1}"] = of_last["full + cpu_offload"]
-colors = ("#888888", plots.RANK_COLORS[0], plots.RANK_COLORS[world - 1])
-for axes, (title, curve), color in zip(panels, shown.items(), colors):
-    axes.fill_between(range(len(curve)), curve, color=color, linewidth=0)
+fig, panels = plots.figure(2, width=9.4, height=2.5)
+for axes, rank, curve in zip(panels, (0, world - 1), (of_first, of_last)):
+    axes.fill_between(range(len(curve)), curve, color=plots.RANK_COLORS[rank], linewidth=0)
     axes.axhline(3 / world, color="black", linewidth=0.8, linestyle=":")
     axes.text(0.04 * len(curve), 4.3, f"peak {max(curve):.1f}", fontweight="bold")
-    axes.set(title=title, xlabel="operations of get_state_dict", xticks=[], ylim=(0, 5), xlim=(0, len(curve)))
+    axes.set(title=f"rank {rank}", xlabel="operations of get_state_dict", xticks=[])
+    axes.set(ylim=(0, 5), xlim=(0, len(curve)))
 panels[0].set_ylabel("tensors alive,\nin sizes of the model")
-panels[0].text(0.04 * len(of_last["full"]), 0.4 * 3 / world, "shards", color="white")
+panels[0].text(0.04 * len(of_first), 0.4 * 3 / world, "shards", color="white")
 assert all(abs(of["full"] - 3) < 0.01 for of in ranks.get("held"))
 assert [round(of["full + cpu_offload"]) for of in ranks.get("held")] == [3] + [0] * (world - 1)
-assert max(of_last["full + cpu_offload"]) < 3 / world + 1
-assert max(of_first["full + cpu_offload"]) > 3 + 2.5 / world
-plots.show(fig, alt="Tensors alive while a full state dict is gathered, on all ranks and on rank 0 alone.")
+assert max(of_last) < 3 / world + 1
+assert max(of_first) > 3 + 2.5 / world
+plots.show(fig, alt="Tensors alive while rank 0 gets a full state dict, on rank 0 and on the last rank.")
 
 # %% [markdown]
-# All curves begin at the dotted line, the shards, which stay throughout. The first two climb tensor by
-# tensor and end at 3.75: shards and the full result. The last rank only has bumps: each is a tensor that it
-# helps to gather and drops. So beyond its shards it needs room for about one full tensor, not for the
-# model. All of this is CPU memory here. With GPUs, the shards and the bumps are in GPU memory, and rank 0's
-# climb is in its machine's memory.
+# The dotted line is the shards. Rank 0 climbs tensor by tensor to 3.75: its shards and the full result. The
+# last rank only has bumps: each is a tensor that it helps to gather and drops. So beyond its shards it needs
+# room for about one full tensor, not for the model.
+#
+# All of this is CPU memory here. With GPUs, the shards and the bumps are in GPU memory, and rank 0's climb
+# is in its machine's.
 #
 # ## Your turn 1 · Gather a full state dict
 #
@@ -326,9 +315,9 @@ plots.show(fig, alt="Tensors alive while a full state dict is gathered, on all r
 # - **Given:** the sharded `model`, and `rank`.
 # - **Return:** on rank 0 a dictionary with every name and its full, ordinary tensor; on the other ranks
 #   `{}`.
-# - **Also measured:** a rank other than 0 must not collect full tensors on the way. Beyond the shards and
-#   the result, a rank may hold four times the largest tensor, enough for one gather with its buffers. (All
-#   tensors together are 6.1 times the largest.)
+# - **Also measured:** a rank other than 0 must not collect full tensors. One at a time, as in the figure,
+#   is enough. Up to four of the largest pass, because other ways to gather need buffers; the blocks have
+#   six of that size.
 #
 # <details><summary>Hint</summary>
 #
@@ -438,8 +427,7 @@ def my_full(model):
 # ## One file, which plain PyTorch reads
 #
 # Now save, and load the file in two ways: into a sharded model with other weights, and into a plain model
-# on rank 0 alone, as somebody without FSDP would. The cell asserts that the loaded run repeats the losses
-# of the one that never stopped. Look at who reads from the file.
+# on rank 0 alone. The cell asserts that the loaded run repeats the losses of the first. Look at who reads from the file.
 
 # %% tags=["load"]
 # %%ranks
@@ -457,13 +445,13 @@ if rank == 0:                                           # no collective here: an
     print(f"; plain PyTorch takes {len(alone.state_dict())} tensors", end="")
 
 # %% [markdown]
-# The file holds 1.14 MiB, three times this model's 0.38. Rank 0 alone reads, and broadcasts one tensor
-# after another; each rank copies its piece into its shard and drops the rest. So only rank 0's machine
-# needs the file, and a GPU needs room for about one full tensor beside its shards. `load_state_dict` of the
-# plain model is strict and did not complain, so the file has exactly the 14 names (weight and bias of seven
-# linear layers) of an unsharded model. Nothing in it depends on the number of ranks, so you can save on 64
-# ranks and load on 8. With `mmap=True`, `torch.load` reads a tensor from the disk when it is used, and not
-# all at the beginning.
+# The file is three times the model's size. Rank 0 alone reads, and broadcasts one tensor after another; each
+# rank copies its piece into its shard and drops the rest. So only rank 0's machine needs room for the file,
+# and a GPU needs room for about one full tensor beside its shards. With `mmap=True`, `torch.load` reads a
+# tensor from the disk when it is used, and not all at the beginning.
+#
+# The load into the plain model is strict and did not complain, so the file has exactly the names of an
+# unsharded model. Nothing in it depends on the number of ranks: you can save on 64 ranks and load on 8.
 #
 # For a transformers model that you wrapped yourself, call `get_model_state_dict(model, options=to_rank_0)`
 # on all ranks, and on rank 0 `model.save_pretrained(folder, state_dict=weights)`. `from_pretrained` reads
@@ -471,10 +459,9 @@ if rank == 0:                                           # no collective here: an
 #
 # ## All ranks call, or one waits
 #
-# The first of the five mistakes starts from a correct observation: rank 0 writes the file. So everything
-# goes under `if rank == 0`. The cell does that, and is meant to fail. A collective waits for at most 1
-# second in it; the defaults are 30 minutes with gloo and 10 with NCCL. Look at the first line and at
-# "Meanwhile".
+# Rank 0 writes the file, so everything goes under `if rank == 0`: that is the first of five mistakes. The
+# cell makes it, and is meant to fail. A collective waits for at most 1 second in it; the defaults are 30
+# minutes with gloo and 10 with NCCL. Look at the first line and at "Meanwhile".
 
 # %% tags=["raises-exception", "hang"]
 # %%ranks --timeout 1
@@ -487,9 +474,10 @@ if rank == 0:
 # hang, an error or wrong numbers ([lesson 15](15_when_it_hangs.ipynb)).
 #
 # Here are all five, as functions. In the first three, some ranks make a collective call that others do not.
-# The last two call the same on all ranks, and raise nothing. `outcome(mistake)` (folded) compares the
-# ranks' calls before they begin and says who would wait for whom. If nobody would, it trains steps 9 to 13
-# and returns the mean losses, to compare with the row `right`.
+# The last two call the same on all ranks, and raise nothing. `outcome(mistake)` (folded) lets the ranks
+# tell each other each call before they begin it, and says who would wait for whom. (In a job,
+# `check_in_step` of lesson 15 finds such a line.) If nobody would wait, it trains steps 9 to 13 and returns
+# the mean losses, to compare with the row `right`.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -572,19 +560,21 @@ assert first["forgets_the_optimizer"] == first["right"] != first["loads_before_s
 Table(["", "function", "what happens"], [[n or "", name, said] for n, (name, said) in enumerate(found.items())])
 
 # %% [markdown]
-# (The model is larger than the script's, so its losses differ.) In the rows that hang, 65,536 bytes are the
-# first weight of a block in full (64 · 256 numbers of 4 bytes), the first thing to gather. The 8 bytes of
-# mistake 3 announce the length of the list of names that rank 0 sends first.
+# (The model is larger than the script's, so its losses differ.) 65,536 bytes are the first tensor to gather:
+# a block's weight in full, 64 · 256 numbers of 4 bytes.
 #
-# 1. Everything stands under `if rank == 0`. All ranks have to call `save`; only `torch.save` is rank 0's.
+# 1. All ranks have to call `save`; only `torch.save` is rank 0's.
 # 2. All ranks run the same line, but each judges by its own loss. A condition around a collective must have
 #    the same value on all ranks: `all_reduce` the loss first, then compare.
-# 3. `set_state_dict` takes an *empty* model state dict to mean "load the optimizer only". So the ranks
-#    without a file skip the model, and rank 0 broadcasts alone. Make two calls, as the script does.
+# 3. `set_state_dict` takes an *empty* model state dict to mean "load the optimizer only" (in its source,
+#    `optim_only=not model_state_dict`). So the ranks without a file skip the model, and rank 0 broadcasts
+#    alone: its first 8 bytes say how long the list of names will be. Make two calls, as the script does.
 # 4. `fully_shard` cuts each rank's piece from that rank's own weights, and only rank 0's were the file's.
-#    Three quarters of the model are still random, and the loss is near ln 10 = 2.30, that of a guess among
-#    ten classes. Shard first, then load.
-# 5. As in the script's third line, the first loss is right and the next is not: 2.52 and not 1.68.
+#    Three quarters of the model are still random, and the loss is near ln 10 = 2.30, a guess among ten
+#    classes. Shard first, then load.
+# 5. AdamW divides an average of past gradients by the root of an average of their squares. After one step
+#    of a new AdamW each holds one gradient alone, so their ratio, corrected for the empty start, is about 1
+#    or -1: every weight moves by the whole learning rate, however small its gradient is.
 #
 # ## Your turn 2 · Load a full state dict
 #
@@ -724,7 +714,7 @@ def my_load(model, state):
 #
 # In float32, rank 0's machine has to hold 4 bytes for each weight, and 8 for AdamW's two averages. The
 # table is arithmetic, not a measurement. Compare its third column with your machine's memory. The last
-# column is for a disk that takes 1 GiB per second; for one that takes 2, halve it.
+# column assumes a disk that takes 1 GiB per second; divide it by your disk's number.
 
 # %% tags=["fits"]
 rows = []
@@ -734,22 +724,21 @@ for billions in (1.5, 7, 20, 70, 405):
 Table(["model", "GiB, model alone", "GiB, with AdamW", "minutes to write at 1 GiB/s"], rows)
 
 # %% [markdown]
-# In memory, 20B fits into a machine with 256 GiB if little else runs there, and 405B needs more than twice
-# the 2 TB of a DGX H100. Time can be the tighter limit. While rank 0 writes, the GPUs are idle and the
-# other ranks wait in their next collective, no longer than its time-out. At 1 GiB/s, 70B takes 13 minutes,
-# and with NCCL's default of 10 the job would be aborted (`init_process_group(timeout=...)` sets another).
+# Time can be the tighter limit. While rank 0 writes, the GPUs are idle and the other ranks wait in their
+# next collective, no longer than its time-out. At 1 GiB/s, 70B takes 13 minutes, and with NCCL's default of
+# 10 the job would be aborted (`init_process_group(timeout=...)` sets another).
 #
-# So take one file to hand on the weights at the end of training, and to resume models that one machine
-# holds easily. While a larger model trains, let every rank write its own shards, all at the same time:
+# So take one file to hand on the weights after training, and to resume models that one machine holds
+# easily. While a larger model trains, let every rank write its own shards at the same time:
 # [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb).
 #
 # <details><summary>The way of 2022: FSDP1</summary>
 #
 # The [video](../videos.md) uses `FSDP.state_dict_type` with `StateDictType.FULL_STATE_DICT`, and
 # `FSDP.full_optim_state_dict`; both are deprecated. The functions of this lesson also take a model under
-# FSDP1, and the names and shapes in the file are the same. Without `use_orig_params=True`, though,
-# parameters in FSDP1's file share one count of steps, which FSDP2 then counts several times; turn 2 of
-# [lesson 13](13_from_fsdp1_to_fsdp2.ipynb) mends that.
+# FSDP1, and the names and shapes in the file are the same. (On a CPU leave out `cpu_offload=True` for
+# FSDP1: with it PyTorch 2.13 crashes.) Before FSDP2 loads such an optimizer's state, see turn 2 of
+# [lesson 13](13_from_fsdp1_to_fsdp2.ipynb).
 #
 # </details>
 #
@@ -762,7 +751,7 @@ Table(["model", "GiB, model alone", "GiB, with AdamW", "minutes to write at 1 Gi
 # | `got mixed torch.Tensor and DTensor` in `load_state_dict` | a full state dict for a sharded model | `set_model_state_dict` with `broadcast_from_rank0=True` |
 # | the loss is as before training | mistake 4 | shard, then load |
 # | the first loss is right, later ones are not | mistake 5, or a file from FSDP1 | load the optimizer; for FSDP1 see [lesson 13](13_from_fsdp1_to_fsdp2.ipynb) |
-# | `Expected device to be set` in `set_optimizer_state_dict` | a new optimizer, and gradients of an earlier `backward` in the model | `optimizer.zero_grad()` before the load |
+# | `Expected device to be set` in `set_optimizer_state_dict` | a new optimizer, and gradients of an earlier `backward` in the model; or an optimizer that keeps no tensors, as SGD without momentum | `optimizer.zero_grad()` before the load; for such an SGD, load the model alone |
 # | out of memory on every GPU in `get_state_dict` | `cpu_offload=True` is missing | add it |
 # | rank 0 is killed without a Python error | its machine is out of memory | sharded checkpoints, [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb) |
 #
