@@ -12,7 +12,7 @@ class CheckpointError(RuntimeError):
         try:
             verify_checkpoint("run")
         except CheckpointError as error:
-            print(error)  # .../rank-00000.safetensors: expected 12424 bytes, found 100 bytes
+            print(error)  # .../rank-00000.safetensors: expected 12480 bytes, found 100 bytes
     """
 
 

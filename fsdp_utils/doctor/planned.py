@@ -80,7 +80,8 @@ class Planned:
             raise ValueError(self._why)
         if dist.is_initialized():
             dist.destroy_process_group()
-        first, options, model = tensors[0], self._calls[-1][2], self._copies[self.root]
+        first, model = tensors[0], self._copies[self.root]
+        asked = {name: value for _, _, options in self._calls for name, value in options.items()}
         kind, defaults = type(self.optimizer), self.optimizer.defaults
         known = inspect.signature(kind).parameters
         return plan(
@@ -90,10 +91,10 @@ class Planned:
             seq_len=first.shape[1] if first.ndim == 2 and not first.is_floating_point() else None,
             strategy="hybrid" if self._mesh is not None and self._mesh.ndim == 2 else "full",
             gpu=gpu,
-            mp_policy=options.get("mp_policy"),
+            mp_policy=asked.get("mp_policy"),
             micro_batches=micro_batches,
             compiled=has_compiled(),
-            offload=isinstance(options.get("offload_policy"), CPUOffloadPolicy),
+            offload=isinstance(asked.get("offload_policy"), CPUOffloadPolicy),
             optimizer=lambda some: kind(some, **{n: v for n, v in defaults.items() if n in known}),
             loss=lambda model, batch: own_loss(partial(model, **batch[1]), batch[0]),  # pyright: ignore
             inputs=lambda *_: tree_map(_as_zeros, self._batch),
