@@ -22,8 +22,7 @@ lab: setup
 test: setup .venv/made-for-test
 	@status=0; \
 	$(VENV_PYTHON) -m pytest -p no:nbval --numprocesses=3 --dist=loadfile --no-loadscope-reorder tests || status=1; \
-	$(VENV_PYTHON) -m pytest $(NBVAL) --nbval-current-env --nbval-cell-timeout=120 --timeout=180 \
-		--numprocesses=2 --dist=loadfile --no-loadscope-reorder notebooks || status=1; \
+	$(VENV_PYTHON) -m pytest $(NBVAL) --nbval-current-env --nbval-cell-timeout=120 --timeout=180 notebooks || status=1; \
 	exit $$status
 
 lessons: setup

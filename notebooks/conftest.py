@@ -4,19 +4,14 @@ By itself nbval
 - compares everything that a cell ever printed: it passes over clear_output and over updates of a
   display, which is how cells under %%ranks show output while it comes;
 - keeps cells out of the history, so that all of them are In[1] and a final ";" hides nothing;
-- gives up when a kernel is silent for 5 s between its reply and its last output;
-- gives a kernel ports that another may take before it listens: two lessons at a time need sockets of files.
+- gives up when a kernel is silent for 5 s between its reply and its last output.
 """
 
 import os
 from collections import deque
-from itertools import count
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import nbval.kernel
 import pytest
-from jupyter_client.manager import KernelManager
 from nbval.kernel import RunningKernel
 from nbval.plugin import IPyNbCell
 
@@ -26,8 +21,6 @@ OUTPUT_TIMEOUT_S = 60
 OUTPUTS = ("display_data", "execute_result", "stream", "error")
 
 Message = dict[str, Any]
-
-sockets, numbers = TemporaryDirectory(), count()
 
 
 def settle(messages: list[Message]) -> list[Message]:
@@ -79,13 +72,8 @@ def execute_with_history(self: RunningKernel, cell_input: str, allow_stdin: bool
     return self.kc.execute(cell_input, store_history=True, allow_stdin=allow_stdin, stop_on_error=False)
 
 
-def kernel_on_files(**options: Any) -> KernelManager:
-    return KernelManager(transport="ipc", ip=f"{sockets.name}/{next(numbers)}", **options)
-
-
 def pytest_configure() -> None:
     os.environ.update(KERNEL_ENV)
-    nbval.kernel.KernelManager = kernel_on_files
     RunningKernel.execute_cell_input = execute_with_history
     RunningKernel.get_message = get_settled_message
 
