@@ -126,8 +126,8 @@ def _be_rank(options: argparse.Namespace) -> int:
     reporter.start()
     watch.run(options.script, options.arguments)
     if planned and facts.ended in ("stopped", "finished") and facts.seen:
-        backwards = len(facts.seen[-1]["backwards"])
-        facts.plan = planned.text(options.gpu, options.world_size, backwards)
+        backwards = facts.seen[-1].get("backwards", [1])
+        facts.plan = planned.text(options.gpu, options.world_size, len(backwards))
     over.set()
     reporter.join()
     return codes[0]

@@ -19,7 +19,9 @@ from fsdp_utils.planner import Plan, plan
 from fsdp_utils.planner.models import own_loss
 from fsdp_utils.torch_internals.runtime import has_compiled
 
-_NOTE = "  Left out: what is computed outside of the model, such as a loss of its logits; and autocast."
+_NOTE = """\
+  Left out: what is computed outside of the model, such as a loss of its logits; autocast; and what is
+  set by methods after fully_shard, such as set_requires_gradient_sync."""
 
 
 class Planned:

@@ -294,7 +294,7 @@ class Watch:
             self._step["tokens"].append(list(tensors[0].shape))
         elif tensors and model.training:
             self._note("forward")
-            if self._planned:
+            if self._planned and model is self._planned.root:
                 self._planned.forward(args, kwargs)
             self._step["inputs"] += filter(None, [digest(tensors)])
             self._ahead = _ahead(kwargs.get("input_ids"), kwargs.get("labels"))
