@@ -1012,6 +1012,25 @@ model.embedding = nn.Embedding(18, 8)
 fully_shard(model)
 sd.set_model_state_dict(model, weights, options=sd.StateDictOptions(full_state_dict=True))
 
+# %% size-of-tensor-in-broadcast
+weights, model = Words().state_dict(), Words()
+model.embedding = nn.Embedding(18, 8)
+fully_shard(model)
+options = sd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+sd.set_model_state_dict(model, weights, options=options)
+
+
+# %% weights-only-load
+class Settings:
+    """Of a library, in a checkpoint."""
+
+
+Settings.__module__ = "settings"
+with mock.patch.dict("sys.modules", {"settings": mock.Mock(Settings=Settings)}):
+    file = f"{tempfile.mkdtemp()}/rng_state_0.pth"
+    torch.save({"settings": Settings()}, file)
+torch.load(file)
+
 # ---- Accelerate, transformers, Lightning, more -----------------------------------------------------------
 
 # %% accelerate-optimizer-not-switched
@@ -1494,6 +1513,11 @@ FullyShardedDataParallelPlugin(fsdp_version=1, reshard_after_forward=True)
 
 # %% accelerate-auto-wrap-policy
 fsdp2_plugin(auto_wrap_policy="always")
+
+# %% accelerator-without-fsdp
+from accelerate import Accelerator
+
+Accelerator(cpu=True).state.fsdp_plugin
 
 # %% accelerate-size-of-units
 fsdp2_plugin(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=100000000.0)
