@@ -1012,6 +1012,56 @@ model.embedding = nn.Embedding(18, 8)
 fully_shard(model)
 sd.set_model_state_dict(model, weights, options=sd.StateDictOptions(full_state_dict=True))
 
+# %% objects-out-of-step
+if dist.get_rank() == 0:
+    dist.broadcast(torch.tensor([-5]), 0)
+else:
+    dist.broadcast_object_list([None], 0)
+raise RuntimeError("the other rank")
+
+
+# %% fsdp1-forward-order-between-ranks
+def forward(net: Net, x: Tensor, order: tuple[int, ...] = (0, 1)) -> Tensor:
+    return functools.reduce(lambda x, i: net.units[i](x), order, x)
+
+
+model = FSDP(Net(forward, units=nn.ModuleList(FSDP(nn.Linear(8, 8)) for _ in range(2))))
+with contextlib.ExitStack() as stack:
+    stack.callback(dist.set_debug_level, dist.get_debug_level())
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    wrong = FSDP(Net(forward, units=nn.ModuleList(FSDP(nn.Linear(8, 8)) for _ in range(2))))
+    wrong(x, (0, 1) if dist.get_rank() == 0 else (1, 0))
+
+
+# %% fsdp1-forward-order-between-iterations
+def forward(net: Net, x: Tensor, order: tuple[int, ...] = (0, 1)) -> Tensor:
+    return functools.reduce(lambda x, i: net.units[i](x), order, x)
+
+
+with contextlib.ExitStack() as stack:
+    stack.callback(dist.set_debug_level, dist.get_debug_level())
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    model = FSDP(Net(forward, units=nn.ModuleList(FSDP(nn.Linear(8, 8)) for _ in range(2))))
+    for order in ((0, 1), (1, 0)):
+        model(x, order).sum().backward()
+
+# %% monitored-barrier fresh
+if dist.get_rank() == 0:
+    dist.monitored_barrier(timeout=datetime.timedelta(seconds=0.5))
+raise RuntimeError("the other rank")
+
+
+# %% attribute-of-ddp
+class Classifier(nn.Sequential):
+    classes = 8
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8))
+
+
+model = nn.parallel.DistributedDataParallel(Classifier())
+model.classes
+
 # %% size-of-tensor-in-broadcast
 weights, model = Words().state_dict(), Words()
 model.embedding = nn.Embedding(18, 8)
