@@ -11,9 +11,10 @@ TABLES = [Path(__file__).with_name(name) for name in ("messages.yaml", "question
 MOST_CHARACTERS = 4_000_000  # of a log: more is cut off at its start, as errors stand at the end
 _GAP = ".{0,400}?"  # what … may stand for
 _COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[[0-9;]{1,8}m")  # a forum may have dropped the escape
-# what launchers and forums write before a line: [rank0]:, rank3:, [default0]:, 0: (srun), (Worker pid=12, ip=…), >
+# what stands before a line: [rank0]:, rank3:, [default0]:, 0: (srun), (Worker pid=12, ip=…), > of a quote
 _PREFIX = re.compile(
-    r"^[ \t]*(?:(?:\[(?:rank|default)?\d+\][:>]?|rank ?\d+:|\d{1,4}: |\([\w.:]+ pid=\d+[^)\n]*\)|>|stderr:)[ \t]?)+",
+    r"^[ \t]*(?:(?:>|stderr:|\[(?:rank|default)?\d+\][:>]?|rank ?\d+:|\d{1,4}: |\([\w.:]+ pid=\d+[^)\n]*\))"
+    r"[ \t]?)+",
     re.IGNORECASE | re.MULTILINE,
 )
 _DROPPED = re.compile(r"[\s\"'`‘’“”\\│]+")  # noqa: RUF001  wrapped lines and quotes that a forum has changed
