@@ -1574,3 +1574,33 @@ fsdp2_plugin(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=100000000.0)
 
 # %% trainer-option-of-fsdp1
 arguments(fsdp="hybrid_shard")
+
+# %% torch-without-cuda
+torch.zeros(1, device="cuda")
+
+# %% deserialize-on-missing-gpu
+file = io.BytesIO()
+with mock.patch("torch.serialization.location_tag", lambda _: "cuda:3"):
+    torch.save(torch.ones(2), file)
+file.seek(0)
+torch.load(io.BytesIO(file.getvalue()))
+
+# %% file-cannot-be-written
+state = {"weight": torch.zeros(100_000)}
+torch.save(state, "/dev/full")
+
+# %% safetensors-header
+import safetensors.torch
+
+state = {"weight": torch.ones(100)}
+path = Path(tempfile.mkdtemp()) / "model.safetensors"
+safetensors.torch.save_file(state, path)
+path.write_bytes(path.read_bytes()[:200])
+safetensors.torch.load_file(path)
+
+# %% trainer-bf16-without-gpu
+transformers.TrainingArguments(output_dir=tempfile.mkdtemp(), bf16=True)
+
+# %% network-interface-unknown
+os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
+dist.new_group(backend="gloo")
