@@ -1580,7 +1580,7 @@ torch.zeros(1, device="cuda")
 
 # %% deserialize-on-missing-gpu
 file = io.BytesIO()
-with mock.patch("torch.serialization.location_tag", lambda _: "cuda:3"):
+with mock.patch("torch.serialization.location_tag", return_value="cuda:3"):
     torch.save(torch.ones(2), file)
 file.seek(0)
 torch.load(io.BytesIO(file.getvalue()))
