@@ -1012,6 +1012,75 @@ model.embedding = nn.Embedding(18, 8)
 fully_shard(model)
 sd.set_model_state_dict(model, weights, options=sd.StateDictOptions(full_state_dict=True))
 
+# %% objects-out-of-step
+if dist.get_rank() == 0:
+    dist.broadcast(torch.tensor([-5]), 0)
+else:
+    dist.broadcast_object_list([None], 0)
+raise RuntimeError("the other rank")
+
+
+# %% fsdp1-forward-order-between-ranks
+def forward(net: Net, x: Tensor, order: tuple[int, ...] = (0, 1)) -> Tensor:
+    return functools.reduce(lambda x, i: net.units[i](x), order, x)
+
+
+model = FSDP(Net(forward, units=nn.ModuleList(FSDP(nn.Linear(8, 8)) for _ in range(2))))
+with contextlib.ExitStack() as stack:
+    stack.callback(dist.set_debug_level, dist.get_debug_level())
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    wrong = FSDP(Net(forward, units=nn.ModuleList(FSDP(nn.Linear(8, 8)) for _ in range(2))))
+    wrong(x, (0, 1) if dist.get_rank() == 0 else (1, 0))
+
+
+# %% fsdp1-forward-order-between-iterations
+def forward(net: Net, x: Tensor, order: tuple[int, ...] = (0, 1)) -> Tensor:
+    return functools.reduce(lambda x, i: net.units[i](x), order, x)
+
+
+with contextlib.ExitStack() as stack:
+    stack.callback(dist.set_debug_level, dist.get_debug_level())
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    model = FSDP(Net(forward, units=nn.ModuleList(FSDP(nn.Linear(8, 8)) for _ in range(2))))
+    for order in ((0, 1), (1, 0)):
+        model(x, order).sum().backward()
+
+# %% monitored-barrier fresh
+if dist.get_rank() == 0:
+    dist.monitored_barrier(timeout=datetime.timedelta(seconds=0.5))
+raise RuntimeError("the other rank")
+
+
+# %% attribute-of-ddp
+class Classifier(nn.Sequential):
+    classes = 8
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8))
+
+
+model = nn.parallel.DistributedDataParallel(Classifier())
+model.classes
+
+# %% size-of-tensor-in-broadcast
+weights, model = Words().state_dict(), Words()
+model.embedding = nn.Embedding(18, 8)
+fully_shard(model)
+options = sd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+sd.set_model_state_dict(model, weights, options=options)
+
+
+# %% weights-only-load
+class Settings:
+    """Of a library, in a checkpoint."""
+
+
+Settings.__module__ = "settings"
+with mock.patch.dict("sys.modules", {"settings": mock.Mock(Settings=Settings)}):
+    file = f"{tempfile.mkdtemp()}/rng_state_0.pth"
+    torch.save({"settings": Settings()}, file)
+torch.load(file)
+
 # ---- Accelerate, transformers, Lightning, more -----------------------------------------------------------
 
 # %% accelerate-optimizer-not-switched
@@ -1495,8 +1564,43 @@ FullyShardedDataParallelPlugin(fsdp_version=1, reshard_after_forward=True)
 # %% accelerate-auto-wrap-policy
 fsdp2_plugin(auto_wrap_policy="always")
 
+# %% accelerator-without-fsdp
+from accelerate import Accelerator
+
+Accelerator(cpu=True).state.fsdp_plugin
+
 # %% accelerate-size-of-units
 fsdp2_plugin(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=100000000.0)
 
 # %% trainer-option-of-fsdp1
 arguments(fsdp="hybrid_shard")
+
+# %% torch-without-cuda
+torch.zeros(1, device="cuda")
+
+# %% deserialize-on-missing-gpu
+file = io.BytesIO()
+with mock.patch("torch.serialization.location_tag", return_value="cuda:3"):
+    torch.save(torch.ones(2), file)
+file.seek(0)
+torch.load(io.BytesIO(file.getvalue()))
+
+# %% file-cannot-be-written
+state = {"weight": torch.zeros(100_000)}
+torch.save(state, "/dev/full")
+
+# %% safetensors-header
+import safetensors.torch
+
+state = {"weight": torch.ones(100)}
+path = Path(tempfile.mkdtemp()) / "model.safetensors"
+safetensors.torch.save_file(state, path)
+path.write_bytes(path.read_bytes()[:200])
+safetensors.torch.load_file(path)
+
+# %% trainer-bf16-without-gpu
+transformers.TrainingArguments(output_dir=tempfile.mkdtemp(), bf16=True)
+
+# %% network-interface-unknown
+os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
+dist.new_group(backend="gloo")

@@ -22,8 +22,9 @@ python -m fsdp_utils explain < traceback.txt
 
 Each message was raised, and its cure run, on two CPU ranks with {versions}, Accelerate 1.15 and
 transformers 5.23, by [tests/test_answers.py](../tests/test_answers.py); what CPUs cannot raise says so.
-In messages … stands for what varies; in code, `sd` is `torch.distributed.checkpoint.state_dict`, `dcp`
-`torch.distributed.checkpoint`, `tp` `torch.distributed.tensor.parallel`, and `FSDP` is FSDP1's class.
+In messages … stands for what varies, # for a number; in code, `sd` is
+`torch.distributed.checkpoint.state_dict`, `dcp` `torch.distributed.checkpoint`, `tp`
+`torch.distributed.tensor.parallel`, and `FSDP` is FSDP1's class.
 The tables are [messages.yaml](../fsdp_utils/answers/messages.yaml) and
 [questions.yaml](../fsdp_utils/answers/questions.yaml); `python tools/answers_page.py` writes this page.
 """

@@ -11,19 +11,20 @@ TABLES = [Path(__file__).with_name(name) for name in ("messages.yaml", "question
 MOST_CHARACTERS = 4_000_000  # of a log: more is cut off at its start, as errors stand at the end
 _GAP = ".{0,400}?"  # what … may stand for
 _COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[[0-9;]{1,8}m")  # a forum may have dropped the escape
-# what launchers write before a rank's line: [rank0]:, rank3:, [default0]:, 0: (srun), (Worker pid=12, ip=…)
+# what stands before a line: [rank0]:, rank3:, [default0]:, 0: (srun), (Worker pid=12, ip=…), > of a quote
 _PREFIX = re.compile(
-    r"^[ \t]*(?:(?:\[(?:rank|default)?\d+\][:>]?|rank ?\d+:|\d{1,4}: |\([\w.:]+ pid=\d+[^)\n]*\))[ \t]?)+",
+    r"^[ \t]*(?:(?:>|stderr:|\[(?:rank|default)?\d+\][:>]?|rank ?\d+:|\d{1,4}: |\([\w.:]+ pid=\d+[^)\n]*\))"
+    r"[ \t]?)+",
     re.IGNORECASE | re.MULTILINE,
 )
-_DROPPED = re.compile(r"[\s\"'`‘’“”\\]+")  # noqa: RUF001  wrapped lines and quotes that a forum has changed
+_DROPPED = re.compile(r"[\s\"'`‘’“”\\│]+")  # noqa: RUF001  wrapped lines and quotes that a forum has changed
 
 
 class Answer(NamedTuple):
     """A message that was found, and what to do."""
 
     id: str  #: the entry's name, and its heading on the page "Answers"
-    message: str  #: as raised; … stands for what varies
+    message: str  #: as raised; … stands for what varies, # for a number
     of: str  #: who raises it
     means: str  #: what it says, in a sentence
     cause: str
@@ -70,10 +71,11 @@ def explain(text: str) -> list[Answer]:
         for answer in explain("ValueError: Cannot flatten integer dtype tensors")[:1]:
             print(answer.cure)
     """
-    text = _normal(_PREFIX.sub("", _COLORS.sub("", text[-MOST_CHARACTERS:])))
+    text = _COLORS.sub("", text[-MOST_CHARACTERS:])
+    whole, text = _normal(text), _normal(_PREFIX.sub("", text))
     found = []
     for entry, pattern, near, letters in _patterns():
-        if any(part not in text for part in letters) or (near and not any(word in text for word in near)):
+        if any(part not in text for part in letters) or (near and not any(word in whole for word in near)):
             continue
         if match := pattern.search(text):
             answer = Answer(**{key: entry[key] for key in entry.keys() & set(Answer._fields)})
@@ -111,7 +113,7 @@ def _normal(text: str) -> str:
 
 
 def _parts(message: str) -> list[str]:
-    return [part for part in map(_normal, message.split("…")) if part]
+    return [part for part in map(_normal, re.split("[…#]", message)) if part]
 
 
 @functools.cache
@@ -121,6 +123,6 @@ def _patterns() -> list[tuple[dict[str, Any], re.Pattern[str], list[str], list[s
     for entry in table()["messages"]:
         near = [_normal(word) for word in entry.get("near", [])]
         for wording in [entry["message"], *entry.get("also", [])]:
-            parts = _parts(wording)
-            found.append((entry, re.compile(_GAP.join(map(re.escape, parts))), near, parts))
+            escaped = re.escape(_normal(wording.strip("…"))).replace("…", _GAP).replace(r"\#", r"\d+")
+            found.append((entry, re.compile(escaped), near, _parts(wording)))
     return found
