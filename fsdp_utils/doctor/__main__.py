@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -45,13 +46,6 @@ def main() -> int:
     options = parser.parse_args()
     if options.steps < 1 or options.ranks < 1 or not options.timeout > 0:
         parser.error("expected --steps and --ranks of at least 1, and a --timeout above 0")
-    if options.gpu:
-        from fsdp_utils.planner.gpus import find_gpu
-
-        try:
-            find_gpu(options.gpu)
-        except ValueError as error:
-            parser.error(str(error).removeprefix("plan: "))
     return _be_rank(options) if "RANK" in os.environ else _start(options)
 
 
@@ -64,10 +58,10 @@ def _start(options: argparse.Namespace) -> int:
     command += [options.script, *options.arguments]
     env = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **os.environ}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as torchrun:
+        text = ""
         try:
-            text = torchrun.communicate(timeout=options.timeout + _START_S)[0]
-        except subprocess.TimeoutExpired:
-            text = ""
+            with suppress(subprocess.TimeoutExpired):
+                text = torchrun.communicate(timeout=options.timeout + _START_S)[0]
         finally:
             torchrun.terminate()  # it ends the ranks
     if not text:

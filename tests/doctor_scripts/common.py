@@ -1,7 +1,7 @@
 """The training scripts of this folder share a process group, a small decoder and its samples.
 
-As they are, nothing is to be found in them. A comment `# fault NAME: CODE` gives the line that stands in place of
-the next line of code in the script with that fault.
+As they are, nothing is to be found in them. A comment `# fault NAME: CODE` gives the line that stands in
+place of the next line of code in the script with that fault.
 """
 
 import os
