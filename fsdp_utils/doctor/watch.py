@@ -319,7 +319,12 @@ class Watch:
         self._note("clip")
         if self._scaler is not None and (scale := self._scaler.get_scale()) != 1:
             self._step["clipped_scaled"] = [scale]
-        return lambda: setattr(self, "_clipped", norms(self._sampled.get("scaled", [])))
+
+        def after() -> None:
+            clipped = norms(self._sampled.get("scaled", []))
+            self._clipped = clipped if any(clipped) else None  # else those of another model were
+
+        return after
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         if optimizer not in self._optimizers:
@@ -327,6 +332,7 @@ class Watch:
         lines = [some for some in self._means.values() if len(some) > 1 and all(some)]
         self._step["means"] += [(len(some), some[0]) for some in lines]
         self._means.clear()
+        self._clipped = None
         if optimizer is self._optimizers[0]:
             if self._taken == self._steps:
                 raise _Stopped
@@ -341,7 +347,7 @@ class Watch:
             self._taken += 1
             self._quietly(judge_step, self._step, self.facts)
             self.facts.seen.append(dict(self._step))
-            self._step, self._sums, self._norms, self._clipped = defaultdict(list), [], {}, None
+            self._step, self._sums, self._norms = defaultdict(list), [], {}
 
     @torch.no_grad()  # outside of which local() is slow
     def _look_at_gradients(self) -> None:
