@@ -30,6 +30,7 @@ _SERVER.set_forkserver_preload(
         "yaml",
     ]
 )
+SCRIPTS = Path(__file__).with_name("doctor_scripts")
 _ONE_STARTS = threading.Lock()
 _END_S = 120.0
 
@@ -72,4 +73,5 @@ def _be_rank(rank: int, ranks: int, port: int, folder: Path, given: list[str]) -
 
     torch.set_num_threads(1)
     sys.argv = ["doctor", *given]
+    sys.path.append(str(SCRIPTS))  # for `import common`
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""The doctor: each fault of doctor_scripts is found by its name, and nothing in the right twins."""
+"""The doctor: each fault of doctor_scripts is found by its name, and nothing where there is no fault."""
 
 import functools
 import os
@@ -19,73 +19,80 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_utils import plan, run_on_ranks
 from fsdp_utils.doctor import findings_table, page
-from tests.doctor_ranks import examine
+from tests.doctor_ranks import SCRIPTS, examine
 
-SCRIPTS = Path(__file__).with_name("doctor_scripts")
-FOUR = {"few_rows_experts", "hybrid_not_synced"}  # scripts for four ranks
-NAMES = [file.stem for file in sorted(SCRIPTS.glob("*.py")) if not file.stem.startswith(("common", "__"))]
-OTHERS = {"forward_skips_root": "forward_of_part"}  # a script with another name than its finding
-ALONE = {"bf16_masters", "optimizer_before_shard_warm_up"}  # in which nothing else may be found
+FAULT = re.compile(r" *# fault (\w+): (.*)")
+RIGHT = sorted(file.stem for file in SCRIPTS.glob("*.py") if file.stem != "common")
+TEXTS = {name: (SCRIPTS / f"{name}.py").read_text(encoding="utf-8") for name in RIGHT}
+FAULTS = [(name, fault) for name in RIGHT for fault in dict(FAULT.findall(TEXTS[name]))]
+# in which nothing else may be found
+ALONE = {("fsdp2", "bf16_masters"), ("fsdp2_micro_batches", "optimizer_before_shard")}
 STEPS = 2
 AT_ONCE = 3
-TABLE = findings_table()
 
 
-def finding_of(name: str) -> str:
-    return OTHERS.get(name) or next(one["id"] for one in TABLE if name.startswith(one["id"]))
+def script(name: str, fault: str, folder: Path) -> Path:
+    """Write a script with a fault, "" for none, in place of the line of code after its comment."""
+    lines, given = [], {}
+    for line in TEXTS[name].splitlines():
+        if found := FAULT.match(line):
+            given[found[1]] = found[2]
+        else:
+            code = given.get(fault, line.lstrip())
+            line, given = line[: len(line) - len(line.lstrip())] + code, {}
+        lines.append(line)
+    file = folder / f"{name}_{fault}" / f"{name}.py"
+    file.parent.mkdir()
+    file.write_text("\n".join(lines), encoding="utf-8")
+    return file
 
 
 Runs = Callable[[str, str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def result(request: pytest.FixtureRequest) -> Iterator[Runs]:
-    """`result(name, mode)`: of a script in a mode. Those that are asked for are begun, a few at once."""
-    asked = {item.name for item in request.session.items}
-    modes = {
-        "fault": test_a_fault_is_found_by_its_name_and_no_other_error,
-        "right": test_nothing_is_found_in_the_right_twin,
-    }
+def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """`result(name, fault)`: of a script. Those that are asked for are begun, a few at once."""
+    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    folder = tmp_path_factory.mktemp("scripts")
     with ThreadPoolExecutor(AT_ONCE) as pool:
 
         @functools.cache
-        def begun(name: str, mode: str) -> "Future[dict[str, Any]]":
-            ranks, options = 4 if name in FOUR else 2, (f"--steps={STEPS}",)
-            return pool.submit(examine, SCRIPTS / f"{name}.py", mode, ranks=ranks, options=options)
+        def begun(name: str, fault: str) -> "Future[dict[str, Any]]":
+            ranks, options = 4 if name == "fsdp1_hybrid" else 2, (f"--steps={STEPS}",)
+            return pool.submit(examine, script(name, fault, folder), ranks=ranks, options=options)
 
-        for name in NAMES:
-            for mode, test in modes.items():
-                if f"{test.__name__}[{name}]" in asked:
-                    begun(name, mode)
-        yield lambda name, mode: begun(name, mode).result()
+        for params in asked:
+            begun(params["name"], params.get("fault", ""))
+        yield lambda name, fault: begun(name, fault).result()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_fault_is_found_by_its_name_and_no_other_error(name: str, result: Runs) -> None:
-    found = result(name, "fault")["findings"]
-    assert finding_of(name) in {one["id"] for one in found}
-    assert {one["id"] for one in found if one["severity"] == "error"} <= {finding_of(name)}
-    assert all(one["evidence"] for one in found)
-    if name in ALONE:
-        assert [one["id"] for one in found] == [finding_of(name)]
+@pytest.mark.parametrize(("name", "fault"), FAULTS)
+def test_a_fault_is_found_by_its_name_and_no_other_error(name: str, fault: str, result: Runs) -> None:
+    found = {one["id"]: one for one in result(name, fault)["findings"]}
+    assert fault in found
+    assert {one["id"] for one in found.values() if one["severity"] == "error"} <= {fault}
+    assert all(one["evidence"] for one in found.values())
+    assert re.match(rf"at (common|{name})\.py:\d+ `.+`$|in backward$", found[fault]["place"])
+    if (name, fault) in ALONE:
+        assert [*found] == [fault]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_found_in_the_right_twin(name: str, result: Runs) -> None:
-    found = result(name, "right")
+@pytest.mark.parametrize("name", RIGHT)
+def test_nothing_is_found_where_there_is_no_fault(name: str, result: Runs) -> None:
+    found = result(name, "")
     assert [(one["id"], one["evidence"]) for one in found["findings"]] == []
     for rank in found["ranks"]:
-        assert (rank["ended"], len(rank["seen"])) == ("stopped", STEPS)
-        assert rank["unseen"] == []
+        assert (rank["ended"], len(rank["seen"]), rank["unseen"]) == ("stopped", STEPS, [])
 
 
-def test_one_rank_is_not_asked_for_what_takes_two() -> None:
-    script = SCRIPTS / "same_samples_seed.py"
-    assert examine(script, "fault", ranks=1, options=("--steps=2",))["findings"] == []
+def test_one_rank_is_not_asked_for_what_takes_two(tmp_path: Path) -> None:
+    alone = examine(script("fsdp2", "same_samples", tmp_path), ranks=1, options=("--steps=2",))
+    assert alone["findings"] == []
 
 
-def test_each_finding_of_the_table_has_a_script() -> None:
-    assert {finding_of(name) for name in NAMES} == {one["id"] for one in TABLE}
+def test_each_finding_of_the_table_has_a_fault() -> None:
+    assert {fault for _, fault in FAULTS} == {one["id"] for one in findings_table()}
 
 
 MODEL = """
@@ -132,10 +139,10 @@ for _ in range(4):
 
 def test_a_plan_for_other_gpus_has_the_model_as_the_script_shards_it(tmp_path: Path) -> None:
     """Blocks that are replaced while they are sharded, ignored parameters, named inputs, micro-batches."""
-    script = tmp_path / "train.py"
-    script.write_text(MODEL + TRAINING)
+    train = tmp_path / "train.py"
+    train.write_text(MODEL + TRAINING)
     options = ("--gpu=A100-80", "--world-size=16", "--fail-on=never")
-    found = examine(script, options=options)["ranks"][0]["plan"]
+    found = examine(train, options=options)["ranks"][0]["plan"]
     own: dict[str, Any] = {}
     exec(MODEL, own)
     planned = plan(
@@ -154,73 +161,63 @@ def test_a_plan_for_other_gpus_has_the_model_as_the_script_shards_it(tmp_path: P
 
 
 def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
+    train = tmp_path / "train.py"
+    train.write_text(
         MODEL + TRAINING.replace("shard(Model(), init", "nn.parallel.DistributedDataParallel(Model()) #")
     )
-    found = examine(script, options=("--gpu=H100", "--fail-on=never"))["ranks"][0]["plan"]
+    found = examine(train, options=("--gpu=H100", "--fail-on=never"))["ranks"][0]["plan"]
     assert found == "No plan: it takes a model cut by fully_shard, and the forward pass of its second step"
 
 
-# A script that runs one of doctor_scripts, and writes the losses of all ranks as bits.
+# Writes the losses of all ranks as bits.
 LOSSES = """
-import runpy, sys
-sys.path.insert(0, {folder!r})
 import common
-def say(step, loss, *_):
+def say(step, loss):
     with open({to!r} + f".{{common.dist.get_rank()}}", "a") as file:
         print(step, loss.item().hex(), file=file)
 common.say = say
-sys.argv[1:] = ["right"]
-runpy.run_path({script!r}, run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("name", ["dropout_rng", "big_activation"])
-def test_the_training_is_not_changed(name: str, tmp_path: Path) -> None:
-    """By losses of all ranks, under dropout, and where the activations of a block are measured."""
+def test_the_training_is_not_changed(tmp_path: Path) -> None:
+    """By losses of all ranks, under dropout, with activations that are measured and checkpointed."""
     scripts = {}
     for to in ("alone", "watched"):
-        scripts[to] = tmp_path / f"{to}.py"
-        paths = {"folder": str(SCRIPTS), "script": str(SCRIPTS / f"{name}.py"), "to": str(tmp_path / to)}
-        scripts[to].write_text(LOSSES.format(**paths))
+        (tmp_path / f"of_{to}").mkdir()
+        scripts[to] = script("long_sequences", "", tmp_path / f"of_{to}")
+        text = LOSSES.format(to=str(tmp_path / to)) + scripts[to].read_text()
+        scripts[to].write_text(text + "\ndist.destroy_process_group()\n")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port, script = str(store.port), str(scripts["alone"])
+    port, alone = str(store.port), str(scripts["alone"])
 
     def on_rank() -> None:
         torch.distributed.destroy_process_group()
+        sys.path.append(str(SCRIPTS))
         agent = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         os.environ.update(agent, MASTER_PORT=port)
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(alone, run_name="__main__")
 
     run_on_ranks(on_rank, world_size=2)
-    examine(scripts["watched"], options=("--steps=4",))
+    examine(scripts["watched"], options=("--steps=3",))
     for rank in range(2):
         watched = (tmp_path / f"watched.{rank}").read_text().splitlines()
-        assert len(watched) == 4
-        assert watched == (tmp_path / f"alone.{rank}").read_text().splitlines()[:4]
+        assert len(watched) == 3
+        assert watched == (tmp_path / f"alone.{rank}").read_text().splitlines()[:3]
 
 
 def test_the_page_says_what_is_trained_and_held(result: Runs) -> None:
     """Under DDP a rank holds all; with float32 copies, no optimizer has the model's own parameters."""
-    copies = page(result("bf16_reduce_ddp", "right"))
+    copies = page(result("ddp_masters", ""))
     assert "\nRequire gradients: 627,840 of 627,840 parameters\nNot in AdamW: 40 of their tensors" in copies
-    assert "; but 40 others, perhaps float32 copies of them\n" in copies
     held = "3.59 MiB of parameters + 2.4 MiB of gradients + 4.79 MiB of optimizer states = 10.8 MiB"
     assert f"\nRank 0 holds {held}\n" in copies
-    assert f": {627_840 * 16 / 2**20:.3g} MiB on rank 0\n" in copies
-    adapters = page(result("frozen_adapters", "right"))
-    assert "\nTrained by SGD: 28,800 of 656,640 parameters\nRank 0" in adapters
-    assert (
-        "\nNo finding.\nNot looked at: evaluation, what is saved, resuming, the learning-rate schedule, "
-        in adapters
-    )
-    by_rule = (28_800 * 16 + (656_640 - 28_800) * 4) / 2**20
-    assert f": {by_rule:.3g} MiB on rank 0\n" in adapters
+    adapters = page(result("adapters", ""))
+    assert "\nTrained by SGD: 24,704 of 454,272 parameters\n" in adapters
+    assert "\nNo finding.\nNot looked at: evaluation, what is saved, resuming, the learning-rate" in adapters
 
 
 def test_the_script_of_lesson_15_has_the_finding_that_the_lesson_names(tmp_path: Path) -> None:
-    (source,) = (SCRIPTS.parent.parent / "notebooks" / "src").glob("15_*.py")
+    (source,) = (SCRIPTS.parents[1] / "notebooks" / "src").glob("15_*.py")
     (code,) = re.findall(r"# ```python\n(?=# from contextlib)(.*?)# ```", source.read_text(), re.S)
     (tmp_path / "train.py").write_text(re.sub("(?m)^# ?", "", code))
     shown = page(examine(tmp_path / "train.py", options=("--steps=5",)))
@@ -228,9 +225,10 @@ def test_the_script_of_lesson_15_has_the_finding_that_the_lesson_names(tmp_path:
 
 
 def test_the_command_prints_a_page_and_its_exit_code_counts(tmp_path: Path) -> None:
-    script, file = str(SCRIPTS / "same_samples_seed.py"), tmp_path / "report.html"
-    command = [sys.executable, "-m", "fsdp_utils", "doctor", "--steps=2", f"--html={file}", script]
-    done = subprocess.run([*command, "fault"], capture_output=True, text=True, timeout=100)
+    faulty, file = script("fsdp2", "same_samples", tmp_path), tmp_path / "report.html"
+    command = [sys.executable, "-m", "fsdp_utils", "doctor", "--steps=2", f"--html={file}", str(faulty)]
+    env = {**os.environ, "PYTHONPATH": f"{SCRIPTS}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
     assert done.returncode == 1, done.stderr
     assert "2 ranks, 2 optimizer steps: rank 0 stopped; rank 1 stopped" in done.stdout
     assert "\nerror: same_samples. Ranks train on the same samples\n" in done.stdout
@@ -243,9 +241,9 @@ def test_the_command_prints_a_page_and_its_exit_code_counts(tmp_path: Path) -> N
 
 
 def test_an_exception_is_explained_with_the_line_of_each_rank(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("raise ValueError('Cannot flatten integer dtype tensors')\n")
-    result = examine(script)
+    train = tmp_path / "train.py"
+    train.write_text("raise ValueError('Cannot flatten integer dtype tensors')\n")
+    result = examine(train)
     shown = page(result)
     assert "Message: Cannot flatten integer dtype tensors" in shown
     for rank in range(2):
@@ -253,8 +251,8 @@ def test_an_exception_is_explained_with_the_line_of_each_rank(tmp_path: Path) ->
 
 
 def test_a_script_that_hangs_is_ended(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("import time\n\ntime.sleep(1000)\n")
-    result = examine(script, options=("--timeout=2",))
+    train = tmp_path / "train.py"
+    train.write_text("import time\n\ntime.sleep(1000)\n")
+    result = examine(train, options=("--timeout=2",))
     assert [one["ended"] for one in result["ranks"]] == ["hang", "hang"]
     assert result["ranks"][1]["places"]["stood"] == "at train.py:3 `time.sleep(1000)`"

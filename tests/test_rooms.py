@@ -30,8 +30,8 @@ LEVEL = {
 # Lines of a room, with docstrings. The first rooms have reached their aim, a budget and a tenth. The others
 # only get fewer on the way to theirs, the second number.
 MOST_LINES = {
-    "answers": 181,
-    "doctor": 1360,  # 400
+    "answers": 177,
+    "doctor": 1225,  # 900
     "allocator": 653,
     "lessons": 1562,  # 1,300
     "memory": 766,

@@ -17,7 +17,6 @@ def main() -> int:
     """Print the answers; return 0, or 1 where nothing is known."""
     parser = new_parser("fsdp_utils explain", __doc__)
     parser.add_argument("--json", action="store_true", help="print the answers as JSON")
-    parser.add_argument("--all", action="store_true", help="print all that match, not the best one alone")
     parser.add_argument("file", nargs="?", help="the log; without it, standard input")
     options = parser.parse_args()
     try:
@@ -30,8 +29,6 @@ def main() -> int:
         print(json.dumps([answer._asdict() for answer in answers], indent=2, ensure_ascii=False))
     elif not answers:
         print(NOTHING)
-    elif options.all:
-        print("\n\n".join(map(str, answers)))
     else:
         print(answers[0])
         if all(answer.warns for answer in answers) and "Error: " in text:
@@ -39,7 +36,7 @@ def main() -> int:
         if answers[0].follows:
             print("Note:    another rank's error mostly comes before this one: look at its output, too.")
         if others := ", ".join(answer.id for answer in answers[1:]):
-            print(f"Also in this text: {others} (--all prints them)")
+            print(f"Also in this text: {others}")
     return 0 if answers else 1
 
 

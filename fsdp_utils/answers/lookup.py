@@ -81,7 +81,11 @@ def explain(text: str) -> list[Answer]:
             answer = Answer(**{key: entry[key] for key in entry.keys() & set(Answer._fields)})
             rank = answer.follows, answer.warns, -sum(map(len, letters)), not near, match.start()
             found.append((rank, answer))
-    return _without_weaker([answer for _, answer in sorted(found, key=lambda one: one[0])])
+    kept: list[Answer] = []
+    for _, answer in sorted(found, key=lambda one: one[0]):
+        if not any(_is_part(answer.message, one.message) for one in kept):
+            kept.append(answer)
+    return kept
 
 
 def explained_in_a_line(text: str) -> str:
@@ -92,20 +96,15 @@ def explained_in_a_line(text: str) -> str:
         line = explained_in_a_line("ValueError: Cannot flatten integer dtype tensors")
         print(line.split(" in ")[0])  # Explained: cannot-flatten-integer-dtype
     """
-    for first in explain(text)[:1]:
-        cure = first.cure.split(". ")[0].removesuffix(".")
-        return f"Explained: {first.id} in notebooks/answers.md, lesson {first.lesson}. {cure}."
-    return ""
+    if not (found := explain(text)):
+        return ""
+    first, cure = found[0], found[0].cure.split(". ")[0].removesuffix(".")
+    return f"Explained: {first.id} in notebooks/answers.md, lesson {first.lesson}. {cure}."
 
 
-def _without_weaker(answers: list[Answer]) -> list[Answer]:
-    """Leave out a message that is a part of a more specific one before it."""
-    kept: list[Answer] = []
-    for answer in answers:
-        words = _parts(answer.message)
-        if not any(all(any(word in part for part in _parts(one.message)) for word in words) for one in kept):
-            kept.append(answer)
-    return kept
+def _is_part(message: str, of: str) -> bool:
+    """Say whether a message is a part of a more specific one."""
+    return all(any(word in part for part in _parts(of)) for word in _parts(message))
 
 
 def _normal(text: str) -> str:

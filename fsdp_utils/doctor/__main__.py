@@ -11,17 +11,19 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from fsdp_utils._commands import new_parser, run
+from fsdp_utils.doctor.findings import SEVERITIES
 
 _GRACE_S = 5.0  # for the other ranks to end by themselves, once one has failed
 _START_S = 60.0  # for the ranks to import torch, and for torchrun to end
 _POLL_S = 0.2
-_LEVELS = ("error", "warning", "advice")
+_WELL = ("stopped", "finished")
 
 
 def main() -> int:
@@ -37,20 +39,13 @@ def main() -> int:
     parser.add_argument("--gpu", metavar="NAME", help="plan the training for such GPUs, as H100 (FSDP2)")
     parser.add_argument("--world-size", type=int, default=8, help="ranks to plan for (8)")
     parser.add_argument(
-        "--fail-on", choices=(*_LEVELS, "never"), default="warning", help="the least that exits with 1"
+        "--fail-on", choices=(*SEVERITIES, "never"), default="warning", help="the least that exits with 1"
     )
     parser.add_argument("script", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
     options = parser.parse_args()
     if options.steps < 1 or options.ranks < 1 or not options.timeout > 0:
         parser.error("expected --steps and --ranks of at least 1, and a --timeout above 0")
-    if options.gpu:
-        from fsdp_utils.planner.gpus import find_gpu
-
-        try:
-            find_gpu(options.gpu)
-        except ValueError as error:
-            parser.error(str(error).removeprefix("plan: "))
     return _be_rank(options) if "RANK" in os.environ else _start(options)
 
 
@@ -63,10 +58,10 @@ def _start(options: argparse.Namespace) -> int:
     command += [options.script, *options.arguments]
     env = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **os.environ}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as torchrun:
+        text = ""
         try:
-            text = torchrun.communicate(timeout=options.timeout + _START_S)[0]
-        except subprocess.TimeoutExpired:
-            text = ""
+            with suppress(subprocess.TimeoutExpired):
+                text = torchrun.communicate(timeout=options.timeout + _START_S)[0]
         finally:
             torchrun.terminate()  # it ends the ranks
     if not text:
@@ -88,14 +83,14 @@ def _be_rank(options: argparse.Namespace) -> int:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the script prints
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    limit = timedelta(seconds=options.timeout)
-    found, *_ = next(rendezvous("env://", rank, world_size, timeout=limit))
+    found, *_ = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=options.timeout)))
     store = PrefixStore("fsdp_utils/doctor", found)
     planned = Planned() if options.gpu and rank == 0 else None
-    watch, over = Watch(rank, world_size, options.steps, store, planned), threading.Event()
-    facts, codes = watch.facts, [0]
+    watch, over, code = Watch(rank, world_size, options.steps, store, planned), threading.Event(), 0
+    facts = watch.facts
 
     def report() -> None:
+        nonlocal code
         end = time.monotonic() + options.timeout
         while not over.wait(_POLL_S) and time.monotonic() < end:
             text = watch.in_step.report if watch.in_step else ""
@@ -104,33 +99,30 @@ def _be_rank(options: argparse.Namespace) -> int:
         facts.report = watch.in_step.report if watch.in_step else ""
         if not over.is_set():
             facts.ended, facts.places["stood"] = "hang", watch.stands()
-        if facts.ended not in ("stopped", "finished"):
+        if facts.ended not in _WELL:
             store.set("failed", "")
         store.set(f"facts/{rank}", json.dumps(asdict(facts)))
         if rank == 0:
             keys = [f"facts/{one}" for one in range(world_size)]
             wait_for(store, keys, 2 * _GRACE_S)
             ranks = [Facts(**json.loads(store.get(key))) for key in keys if store.check([key])]
-            result = {
-                "script": options.script,
-                "ranks": [asdict(one) for one in ranks],
-                "findings": judge(ranks),
-            }
-            codes[0] = _show(result, options, out)
+            findings = judge(ranks)
+            result = {"script": options.script, "ranks": [asdict(one) for one in ranks], "findings": findings}
+            code = _show(result, options, out)
             store.set("done", "")
         wait_for(store, ["done"], 3 * _GRACE_S)
-        if facts.ended not in ("stopped", "finished"):
-            os._exit(codes[0])  # the process may stand in a collective
+        if facts.ended not in _WELL:
+            os._exit(code)  # the process may stand in a collective
 
     reporter = threading.Thread(target=report, name="doctor")
     reporter.start()
     watch.run(options.script, options.arguments)
-    if planned and facts.ended in ("stopped", "finished") and facts.seen:
-        backwards = facts.seen[-1].get("backwards", [1])
-        facts.plan = planned.text(options.gpu, options.world_size, len(backwards))
+    if planned and facts.ended in _WELL and facts.seen:
+        micro_batches = len(facts.seen[-1].get("backwards", [1]))
+        facts.plan = planned.text(options.gpu, options.world_size, micro_batches)
     over.set()
     reporter.join()
-    return codes[0]
+    return code
 
 
 def _show(result: dict[str, Any], options: argparse.Namespace, out: Any) -> int:
@@ -140,9 +132,9 @@ def _show(result: dict[str, Any], options: argparse.Namespace, out: Any) -> int:
     print(json.dumps(result, indent=2) if options.json else page(result), file=out, flush=True)
     if options.html:
         options.html.write_text(page(result, html=True), encoding="utf-8")
-    worst = [_LEVELS.index(one["severity"]) for one in result["findings"]]
-    failed = any(one["ended"] not in ("stopped", "finished") for one in result["ranks"])
-    limit = -1 if options.fail_on == "never" else _LEVELS.index(options.fail_on)
+    worst = [SEVERITIES.index(one["severity"]) for one in result["findings"]]
+    failed = any(one["ended"] not in _WELL for one in result["ranks"])
+    limit = -1 if options.fail_on == "never" else SEVERITIES.index(options.fail_on)
     return int(limit >= 0 and (failed or any(one <= limit for one in worst)))
 
 

@@ -22,7 +22,7 @@ from fsdp_utils.sharding.checks import check_sharding, params
 from fsdp_utils.sharding.local_part import local
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.sharding.units import ROOT, Unit, find_units, parameter_sizes
-from fsdp_utils.torch_internals.fsdp import fsdp1_dtypes, fsdp1_replicas, fsdp2_is_root
+from fsdp_utils.torch_internals.fsdp import fsdp1_replicas, fsdp2_is_root
 from fsdp_utils.torch_internals.names import WRAPPED
 
 _SAMPLE = 4096  # elements of a tensor that are hashed, or whose norm is taken
@@ -40,8 +40,8 @@ class Models:
 
     def find(self) -> None:
         """Find the models among all objects of this process."""
-        found = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
-        modules = [one for one in found if not issubclass(type(one), Optimizer)]
+        found = [one for one in gc.get_objects() if issubclass(type(one), nn.Module | Optimizer)]
+        modules = [one for one in found if issubclass(type(one), nn.Module)]
         held = {p for one in found if issubclass(type(one), Optimizer) for p in params(one)}
         inner = {child for one in modules for child in one.children()}
         outer = sorted((one for one in modules if one not in inner), key=lambda one: type(one).__name__)
@@ -73,44 +73,40 @@ class Models:
         named = {p: plain_name(name) for root in self.roots for name, p in root.named_parameters()}
         at_hand = {*named, *held}  # an optimizer may hold float32 copies of the model's parameters
         sharded = [p for p in named if isinstance(p, DTensor)]
-        ddps = [one for _, one in modules if isinstance(one, DDP)]
-        in_ddp = {p for one in ddps for p in one.parameters()}
+        ddp = {p for _, one in modules if isinstance(one, DDP) for p in one.parameters()}
         by_root = [parameter_sizes(root, find_units(root, also_empty=True)) for root in self.roots]
         units = {unit: own for of_root in by_root for unit, own in of_root.items() if unit}
-        sizes = [sum(own.values()) for own in units.values()]
+        elements = sum(size for of_root in by_root for own in of_root.values() for size in own.values())
         unit_of = {name: unit.name for unit, own in units.items() for name in own}
         fsdp1: dict[Any, int] = {one.modules[0]: sum(own.values()) for one, own in units.items() if one.fsdp1}
-        meshes = [p.device_mesh.size() for p in sharded]
-        replicas = {one: fsdp1_replicas(one) for one in fsdp1}
-        meshes += [one.process_group.size() * (of.size() if of else 1) for one, of in replicas.items()]
         states = [value for one in self.optimizers for value in tree_leaves([*one.state.values()])]
         tensors = {
             "parameters": at_hand,
-            "gradients": [p.grad for p in at_hand],
+            "gradients": [p.grad for p in at_hand if p.grad is not None],
             "optimizer states": [one for one in states if isinstance(one, Tensor)],
         }
         around = [(name, dict(one.named_children()).get(WRAPPED[1])) for name, one in modules]
         inside = tuple(f"{name}." for name, _ in self.blocks)
-        trained = [p.numel() for p in (*sharded, *in_ddp) if p.requires_grad]
+        trained = [p.numel() for p in (*sharded, *ddp) if p.requires_grad]
         trained += [size for one, size in fsdp1.items() if any(p.requires_grad for p in one.parameters())]
-        elements = sum(sizes) + sum(p.numel() for p in in_ddp)
         return {
-            "wrapped": bool(self.roots),
-            "ddp": bool(ddps),
-            "units": [(unit.name, unit.nbytes, _in_words(unit)) for unit in units],
-            "elements": elements if self.roots else sum(p.numel() for p in held),
+            "peers": world_size > 1,
+            "plain": not self.roots,
+            "ddp": bool(ddp),
+            "units": [(unit.name, unit.nbytes, _dtypes(unit)) for unit in units],
+            "elements": elements or sum(p.numel() for p in held),
             "trained": sum(trained),
             "left_out": [*self.left_out.values()],
-            "others": len(held - named.keys()),
             "optimizers": [type(one).__name__ for one in self.optimizers],
-            "bytes": {name: sum(map(_nbytes, some)) for name, some in tensors.items()},
-            "by_rule": sum(local(p).numel() * (16 if p.requires_grad else 4) for p in named or held),
+            "bytes": {name: sum(local(one).nbytes for one in some) for name, some in tensors.items()},
             "blocks": len(self.blocks),
             "parts": [unit.nbytes for unit in units if unit.name.startswith(inside)],
             # whether all ranks share all parameters, cut along one dimension
-            "by_data": {*meshes} <= {world_size}
-            and all(sum(one.is_shard() for one in p.placements) < 2 for p in sharded),
-            "hybrid_fsdp1": any(replicas.values()),
+            "by_data": all(
+                p.device_mesh.size() == world_size and sum(one.is_shard() for one in p.placements) < 2
+                for p in sharded
+            ),
+            "hybrid_fsdp1": any(map(fsdp1_replicas, fsdp1)),
             "tied_units": [
                 " and ".join(names) for names in ties if len({unit_of.get(name, ROOT) for name in names}) > 1
             ],
@@ -122,12 +118,12 @@ class Models:
                 for root in self.roots
                 if isinstance(root, FSDPModule)
                 for name, one in root.named_modules()
-                if one is not root and isinstance(one, FSDPModule) and fsdp2_is_root(one)
+                if name and isinstance(one, FSDPModule) and fsdp2_is_root(one)
             ],
             "ddp_unfrozen": [
                 name
                 for p, name in named.items()
-                if reduced.get(p) is False and p in held and p.grad is not None and world_size > 1
+                if reduced.get(p) is False and p in held and p.grad is not None
             ],
             "frozen_adapters": [name for root in self.roots for name in _frozen_adapters(root)],
             "drops": any(isinstance(one, nn.Dropout) and one.p and one.training for _, one in modules),
@@ -159,13 +155,9 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
 
 
 def _is_network(module: nn.Module) -> bool:
-    """Say whether a repeated module is a network with units of its own: a root, or with a list of units."""
-    wrapped = (FSDPModule, FSDP1)
+    """Say whether a repeated module is a network with a list of units of its own."""
     lists = [[*one] for one in module.modules() if isinstance(one, nn.ModuleList)]
-    if any(isinstance(one, wrapped) for some in lists for one in some):
-        return True
-    has_units = any(isinstance(one, wrapped) for one in module.modules() if one is not module)
-    return has_units and isinstance(module, FSDPModule) and fsdp2_is_root(module)
+    return any(isinstance(one, FSDPModule | FSDP1) for some in lists for one in some)
 
 
 @torch.no_grad()
@@ -185,14 +177,7 @@ def digest(tensors: list[Any]) -> str:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-def _nbytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else local(tensor).nbytes
-
-
-def _in_words(unit: Unit) -> str:
-    """The dtypes at rest and in the computation, and how the parameters lie on the ranks."""
-    if unit.fsdp1:
-        return " ".join({"FSDP1, {} computed in {}".format(*fsdp1_dtypes(part)) for part in unit.parts})
-    held = [p.sharded_param for part in unit.parts for p in part.fsdp_params]
-    kinds = {f"{p.dtype} {p.placements}{'' if p.requires_grad else ' frozen'}" for p in held}
-    return ", ".join(["FSDP2", *sorted(kinds)])
+def _dtypes(unit: Unit) -> str:
+    """Name the dtypes of its parameters at rest."""
+    held = [p for module in unit.modules for p in module.parameters() if p.requires_grad]
+    return ", ".join(sorted({str(p.dtype) for p in held})) or "frozen"

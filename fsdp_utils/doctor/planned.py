@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_utils.planner import Plan, plan
 from fsdp_utils.planner.models import own_loss
@@ -34,14 +34,13 @@ class Planned:
         self._copies: dict[nn.Module, nn.Module] = {}  # of what is sharded
         self._calls: list[tuple[list[nn.Module], set[Any], dict[str, Any]]] = []  # copies, ignored, options
         self._mesh: Any = None
-        self._why = ""  # there is no plan
 
     def shard(self, modules: Any, mesh: Any = None, ignored_params: Any = None, **options: Any) -> None:
         """Remember the arguments of `fully_shard`, and copy the modules without their memory."""
         several = tree_leaves(modules)
         memo = self._copy(several)
         ignored = {memo[id(one)] for one in ignored_params or () if id(one) in memo}
-        self._calls.append(([self._copies[one] for one in several if one in self._copies], ignored, options))
+        self._calls.append(([self._copies[one] for one in several], ignored, options))
         self._mesh = mesh
 
     def _copy(self, modules: list[nn.Module]) -> dict[int, Any]:
@@ -50,17 +49,14 @@ class Planned:
         sharded = {tensor for one in self._copies for tensor in one.parameters()}
         for tensor in [one for module in modules for one in (*module.parameters(), *module.buffers())]:
             if isinstance(tensor, DTensor) and tensor not in sharded:
-                self._why = "tensor parallel is not simulated"
+                raise ValueError("tensor parallel, and models that cannot be copied, are not simulated")
             memo[id(tensor)] = _on_meta(tensor)
-        try:
-            self._copies |= {one: copy.deepcopy(one, memo) for one in modules}
-        except Exception as error:
-            self._why = f"the model cannot be copied ({type(error).__name__}: {error})"
+        self._copies |= {one: copy.deepcopy(one, memo) for one in modules}
         return memo
 
     def forward(self, args: Any, kwargs: Any) -> None:
         """Remember the arguments of a forward pass that trains, without their memory."""
-        self._batch = tree_map(lambda one: _on_meta(one) if isinstance(one, Tensor) else one, (args, kwargs))
+        self._batch = tree_map_only(Tensor, _on_meta, (args, kwargs))
 
     def text(self, gpu: str, world_size: int, micro_batches: int) -> str:
         """Return the plan for these ranks, each with the script's batch, or why there is none.
@@ -78,14 +74,12 @@ class Planned:
             raise ValueError("it takes a model cut by fully_shard, and the forward pass of its second step")
         if self.root not in self._copies:
             self._copy([self.root])
-        if self._why:
-            raise ValueError(self._why)
         if dist.is_initialized():
             dist.destroy_process_group()
         first, model = tensors[0], self._copies[self.root]
         asked = {name: value for _, _, options in self._calls for name, value in options.items()}
         kind, defaults = type(self.optimizer), self.optimizer.defaults
-        known = inspect.signature(kind).parameters
+        given = {name: defaults[name] for name in inspect.signature(kind).parameters if name in defaults}
         return plan(
             model,
             world_size=world_size,
@@ -97,16 +91,17 @@ class Planned:
             micro_batches=micro_batches,
             compiled=has_compiled(),
             offload=isinstance(asked.get("offload_policy"), CPUOffloadPolicy),
-            optimizer=lambda some: kind(some, **{n: v for n, v in defaults.items() if n in known}),
+            optimizer=partial(kind, **given),
             loss=lambda model, batch: own_loss(partial(model, **batch[1]), batch[0]),  # pyright: ignore
-            inputs=lambda *_: tree_map(_as_zeros, self._batch),
+            inputs=lambda *_: tree_map_only(Tensor, _as_zeros, self._batch),
             shard=partial(self._shard, model),
         )
 
     def _shard(self, whole: nn.Module, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Shard a copy of the whole model as the script did; it may have fewer blocks."""
-        every = (*whole.named_modules(), *whole.named_parameters())
-        names: dict[Any, str] = {one: name for name, one in every}
+        names: dict[Any, str] = {
+            one: name for name, one in (*whole.named_modules(), *whole.named_parameters())
+        }
         here: dict[str, Any] = dict((*model.named_modules(), *model.named_parameters()))
         for modules, ignored, options in self._calls:
             own, left_out = (
@@ -120,9 +115,8 @@ class Planned:
 
 def _on_meta(tensor: Tensor) -> Tensor:
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    is_parameter = isinstance(tensor, nn.Parameter)
-    return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _as_zeros(one: Any) -> Any:
-    return torch.zeros(one.shape, dtype=one.dtype) if isinstance(one, Tensor) else one
+def _as_zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)

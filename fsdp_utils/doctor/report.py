@@ -49,41 +49,33 @@ def page(result: dict[str, Any], *, html: bool = False) -> str:
     return _HTML.format(title=escape(f"doctor: {result['script']}"), text=text)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def _parts(result: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Yield the parts of the page: a heading, and rows of a label and a text; code has no label."""
     ranks, found = [Facts(**one) for one in result["ranks"]], result["findings"]
-    first = ranks[0]
+    first, model = ranks[0], ranks[0].model
     ends = "; ".join(f"rank {one.rank} {one.ended if len(one.ended) < 10 else 'failed'}" for one in ranks)
-    counts = f"{_count(first.world_size, 'rank')}, {_count(len(first.seen), 'optimizer step')}"
+    size, steps = first.world_size, len(first.seen)
+    counts = f"{size} rank{'s' * (size != 1)}, {steps} optimizer step{'s' * (steps != 1)}"
     yield f"{result['script']} on {counts}: {ends}", []
-    if model := first.model:
-        elements, by = f"{model['elements']:,}", ", ".join(model["optimizers"])
-        left_out, others = model["left_out"], model["others"]
-        if model["wrapped"]:
-            elements = f"{model['trained']:,} of {elements}"
-        else:
-            by += ", without FSDP or DDP"
+    if model:
+        by, left_out = ", ".join(model["optimizers"]), model["left_out"]
+        trained = f"{model['trained']:,} of {model['elements']:,}"
+        if model["plain"]:
+            trained, by = f"{model['elements']:,}", f"{by}, without FSDP or DDP"
         units = [(name, f"{size / _MIB:.3g} MiB, {words}") for name, size, words in model["units"]]
-        yield f"{'Require gradients' if left_out else f'Trained by {by}'}: {elements} parameters", units
+        yield f"{'Require gradients' if left_out else f'Trained by {by}'}: {trained} parameters", units
         if model["fsdp_is_missing"]:
             yield "Accelerate was asked for FSDP, but shards nothing: it does so on accelerators alone", []
         if left_out:
-            text = f"Not in {by}: {len(left_out)} of their tensors, such as {left_out[0]}"
-            yield text + f"; but {others} others, perhaps float32 copies of them" * bool(others), []
+            yield f"Not in {by}: {len(left_out)} of their tensors, such as {left_out[0]}", []
         held = " + ".join(f"{size / _MIB:.3g} MiB of {name}" for name, size in model["bytes"].items())
-        total, by_rule = sum(model["bytes"].values()) / _MIB, f"{model['by_rule'] / _MIB:.3g} MiB"
-        yield f"Rank 0 holds {held} = {total:.3g} MiB", []
-        yield f"In float32 under AdamW, 16 bytes a trained and 4 a frozen parameter: {by_rule} on rank 0", []
+        yield f"Rank 0 holds {held} = {sum(model['bytes'].values()) / _MIB:.3g} MiB", []
     if first.seen:
         sizes: dict[str, list[int]] = {}
         for kind, size in first.seen[-1].get("calls", []):
             sizes.setdefault(kind, []).append(size)
         sent = ", ".join(f"{len(all_)} {kind} of {sum(all_) / _MIB:.3g} MiB" for kind, all_ in sizes.items())
-        yield f"Step {len(first.seen)} sent {sent or 'nothing'}", []
+        yield f"Step {steps} sent {sent or 'nothing'}", []
     if first.plan:
         yield first.plan, []
     yield f"Findings: {len(found)}" if found else "No finding.", []
@@ -93,9 +85,9 @@ def _parts(result: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, str]]]
         rows += [("", line) for line in one.get("code", "").splitlines()]
         rows += [("lesson", str(one["lesson"]))]
         yield f"{one['severity']}: {one['id']}. {one['title']}", [row for row in rows if row[1]]
-    for one in ranks:
-        if "stood" in one.places:
-            yield f"rank {one.rank} stood {one.places['stood']}", []
+    yield from (
+        (f"rank {one.rank} stood {one.places['stood']}", []) for one in ranks if "stood" in one.places
+    )
     for text in dict.fromkeys(one.ended for one in ranks if one.ended.startswith("Traceback")):
         shown = [text.rstrip(), *(str(answer) for answer in explain(text)[:1])]
         yield "The error:", [("", line) for part in shown for line in part.splitlines()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import runpy
 import sys
 import threading
@@ -17,7 +16,6 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 from unittest.mock import patch
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,7 +23,6 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import get_total_norm
@@ -37,7 +34,7 @@ from fsdp_utils.collectives import OutOfStep, check_in_step, listen_to_calls
 from fsdp_utils.collectives.c10d_hooks import Call
 from fsdp_utils.collectives.call_site import find_line, place_in_words
 from fsdp_utils.collectives.fsdp_hooks import in_backward
-from fsdp_utils.doctor.findings import Facts
+from fsdp_utils.doctor.findings import Facts, judge_step
 from fsdp_utils.doctor.models import Models, digest, norms
 from fsdp_utils.doctor.planned import Planned
 from fsdp_utils.sharding.checks import params
@@ -63,29 +60,27 @@ class Watch:
         self, rank: int, world_size: int, steps: int, store: dist.Store, planned: Planned | None = None
     ) -> None:
         self.facts = Facts(rank, world_size)
+        self.in_step: Any = None
         self._planned = planned
         self._store: Any = store.clone()  # pyright: ignore[reportAttributeAccessIssue] # this one may block
         self._calls: Counter[Any] = Counter()  # that were held, by size, line and direction
         self._line: Any = None  # of the last call
         self._holds = True
-        self.in_step: Any = None
         self._steps, self._taken = steps, 0
         self._step: dict[str, list[Any]] = defaultdict(list)
         self._optimizers: list[Any] = []
         self._models = Models(self._optimizers)
         self._ties: list[list[str]] = []  # names of one parameter, before FSDP1 wrapped it
         self._reduced: dict[Any, bool] = {}  # whether a parameter that DDP wrapped required a gradient then
-        self._epochs: Any = WeakKeyDictionary()  # that were trained on, by sampler
+        self._whole: dict[Any, tuple[str, str]] = {}  # hashes of sharded parameters: before, and as they are
+        self._epochs: dict[Any, int] = {}  # that were trained on, by sampler
         self._begun: Any = None  # a sampler that has begun an epoch, until the next backward
-        self._ahead: Any = None  # labels that are one token ahead, from a forward to the next loss
         self._gathered: list[Any] | None = []  # copies and what was sent, from a forward to its backward
-        self._means: list[Any] = []  # of each backward until the next step: the calls, and its takes_mean()
-        self._clipped: list[Any] = []  # calls of the last backward before each clipping until the next step
+        self._means: dict[str, list[str]] = defaultdict(list)  # takes_mean() of each backward, by its line
+        self._clipped: list[float] | None = None  # norms of gradients that were clipped, until the step
         self._scaler: Any = None  # that has scaled a loss, until the gradients are unscaled
-        self._others: list[Any] = []  # all-reduces outside of backward: dtype, elements, address
         self._sampled: dict[str, list[Any]] = {}  # parameters: "scaled" for those of the first optimizer ...
         self._norms: dict[str, list[float]] = {}  # of their gradients, as backward left them
-        self._whole: dict[Any, tuple[str, str]] = {}  # hashes of parameters before and after fully_shard
         self._sums: list[tuple[str, Tensor]] = []  # of gradients before their reduction, by unit
         self._trains = True  # whether the last forward was for training
         self._is_own = False  # whether the library works, and not the script
@@ -118,27 +113,24 @@ class Watch:
         self._stack.enter_context(listen_to_calls(self._begin))
         self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        self._tell(nn.functional, "cross_entropy", self._loss)
-        self._tell(torch.utils.checkpoint, "checkpoint", self._checkpoint)
-        self._tell(torch.autograd, "backward", self._before_backward)
-        self._tell(nn.utils, "clip_grad_norm_", self._clip)
-        self._tell(FSDP1, "clip_grad_norm_", self._clip)
-        for scaler in (torch.amp.GradScaler, ShardedGradScaler):
-            self._tell(scaler, "scale", self._scale)
-            # a script that asks for the scale may multiply its limit by it
-            for name in ("unscale_", "get_scale"):
-                self._tell(scaler, name, lambda *_, **__: setattr(self, "_scaler", None))
-        self._tell(torch, "save", self._save)
-        self._tell(DataLoader, "__iter__", self._loader)
-        self._tell(DistributedSampler, "__iter__", self._epoch)
-        self._tell(dist, "all_gather", self._gather)
-        self._tell(dist, "all_gather_into_tensor", self._gather)
-        self._tell(FSDP1, "__init__", self._wrap)
-        self._tell(fsdp, "fully_shard", self._shard)
-        if self._planned:
-            self._tell(fsdp, "fully_shard", self._planned.shard)
-        self._tell(DDP, "__init__", self._wrap_in_ddp)
-        self._tell(DDP, "forward", lambda *_, **__: self._step["in_ddp"].append(1))
+        for owner, name, hear in (
+            (nn.functional, "cross_entropy", self._loss),
+            (torch.utils.checkpoint, "checkpoint", self._checkpoint),
+            (torch.autograd, "backward", self._before_backward),
+            *((owner, "clip_grad_norm_", self._clip) for owner in (nn.utils, FSDP1)),
+            (torch.amp.GradScaler, "scale", self._scale),
+            (torch.amp.GradScaler, "unscale_", lambda *_, **__: setattr(self, "_scaler", None)),
+            (torch, "save", self._save),
+            (DataLoader, "__iter__", self._loader),
+            (DistributedSampler, "__iter__", self._epoch),
+            *((dist, name, self._gather) for name in ("all_gather", "all_gather_into_tensor")),
+            (FSDP1, "__init__", self._wrap),
+            (fsdp, "fully_shard", self._shard),
+            *((fsdp, "fully_shard", one.shard) for one in [self._planned] if one),
+            (DDP, "__init__", self._wrap_in_ddp),
+            (DDP, "forward", lambda *_, **__: self._step["in_ddp"].extend([1] * torch.is_grad_enabled())),
+        ):
+            self._tell(owner, name, hear)
 
     def _tell(self, owner: Any, name: str, hear: Callable[..., Any]) -> None:
         """Have a function tell its arguments, then do what it did; what `hear` returns is called after it."""
@@ -215,21 +207,16 @@ class Watch:
         is_few = sum(one.numel() for one in tensors) <= _FEW
         if call.kind == "all_gather" and not is_few and not in_backward():
             step["gathered" if self._trains else "outside"].append(unit if unit != "" else ROOT)
-        elif call.kind == "all_reduce" and not is_few and not in_backward():
-            self._others += [(_name(one.dtype), one.numel(), _address(one)) for one in tensors]
-        elif call.kind == "reduce_scatter" or (call.kind == "all_reduce" and not is_few):
+        elif call.kind == "reduce_scatter" or (call.kind == "all_reduce" and not is_few and in_backward()):
             for one in tensors:
-                step["reduced"].append((_name(one.dtype), one.numel()))
+                step["reduced"].append(one.numel())
                 self._sums.append((unit or ROOT, one.detach().sum(dtype=torch.float32)))
+                if one.dtype in (torch.bfloat16, torch.float16):
+                    step["bf16_reduce"] += [str(one.dtype).removeprefix("torch."), one.numel()]
         elif is_few:
             step["told"] += [float(x) for one in tensors for x in one.detach().flatten().tolist()]
 
     def _loss(self, _: Tensor, target: Tensor, *rest: Any, ignore_index: int = -100, **options: Any) -> None:
-        if self._ahead is not None:
-            again = [self._ahead[:, 1:], nn.functional.pad(self._ahead[:, 1:], (0, 1), value=ignore_index)]
-            if any(torch.equal(target.flatten(), one.flatten()) for one in again):
-                self._step["shifted_twice"] = [1]
-            self._ahead = None
         is_mean = not rest and options.get("reduction", "mean") == "mean"
         if is_mean and torch.is_grad_enabled() and not target.is_floating_point():
             self._note("loss")
@@ -238,6 +225,7 @@ class Watch:
     def _checkpoint(self, *_: Any, preserve_rng_state: bool = True, **__: Any) -> None:
         if not preserve_rng_state:
             self._note("without_rng")
+            self._step["dropout_rng"] = [1]
 
     def _wrap(self, _: FSDP1, module: nn.Module, *__: Any, **___: Any) -> None:
         self._note("wrap")
@@ -255,11 +243,11 @@ class Watch:
         owners = [one for module in tree_leaves(modules) for one in module.modules()]
         named = [(owner, name, p) for owner in owners for name, p in owner.named_parameters(recurse=False)]
         whole = [one for one in named if not (one[2].is_meta or isinstance(one[2], DTensor))]
-        told = {(owner, name): digest([p]) for owner, name, p in whole if p.requires_grad}
+        told = [(owner, name, digest([p])) for owner, name, p in whole if p.requires_grad]
 
         def after() -> None:
-            cut = [(at, said, getattr(*at)) for at, said in told.items() if said]
-            self._whole |= {at: (said, digest([p])) for at, said, p in cut if isinstance(p, DTensor)}
+            cut = [(getattr(owner, name), said) for owner, name, said in told if said]
+            self._whole |= {p: (said, digest([p])) for p, said in cut if isinstance(p, DTensor)}
 
         return after
 
@@ -277,9 +265,8 @@ class Watch:
                 self._step["same_epoch"] = [1]
             self._begun = sampler
 
-    def _gather(self, into: Any = None, given: Any = None, *_: Any, **named: Any) -> None:
-        into = named.get("tensor_list", named.get("output_tensor", into))
-        given = named.get("tensor", named.get("input_tensor", given))
+    def _gather(self, *args: Any, **named: Any) -> None:
+        into, given = [*args, *named.values()][:2]
         if given.requires_grad and given.numel() > 1 and torch.is_grad_enabled():
             self._note("gather")
             if self._gathered is not None:  # else it is for a log
@@ -297,23 +284,28 @@ class Watch:
             if self._planned and model is self._planned.root:
                 self._planned.forward(args, kwargs)
             self._step["inputs"] += filter(None, [digest(tensors)])
-            self._ahead = _ahead(kwargs.get("input_ids"), kwargs.get("labels"))
+            if _is_ahead(kwargs.get("input_ids"), kwargs.get("labels")):
+                shifts = [one for one in model.modules() if getattr(one, "loss_type", "") == "ForCausalLM"]
+                self._step["shifted_twice"] += [1] * bool(shifts)
 
     def _before_backward(self, tensors: Any, *_: Any, **__: Any) -> Callable[..., None]:
         self._note("backward")
-        self._step["before_last"] = [len(self._step["reduced"])]
+        self._step["backwards"].append(len(self._step["reduced"]))
         if self._begun is not None:
             self._epochs[self._begun], self._begun = self._begun.epoch, None
-        node, calls = tree_leaves(tensors)[0].grad_fn, _calls()
-        adds = any(p.grad is not None for p in self._sampled.get("scaled", []))
-        if (calls in self._clipped and adds) or (None in self._clipped and self._taken):
-            self._step["clipped_early"] = [1]
-        self._means.append((calls, takes_mean(node)))
+        self._means[self.facts.places["backward"]].append(takes_mean(tree_leaves(tensors)[0].grad_fn))
+        if self._clipped is not None and self._clipped != norms(self._sampled.get("scaled", [])):
+            self._clipped = None  # there are other gradients since, as after zero_grad
         for into, given in self._gathered or []:
             if not any(one.requires_grad for one in tree_leaves(into)):  # the rank's own was not put back
                 self._step["copies_without_gradient"].append(list(given.shape))
         self._gathered = None
         return self._after_backward
+
+    def _after_backward(self) -> None:
+        self._norms = {name: norms(some) for name, some in self._sampled.items()}
+        if self._clipped is not None and self._clipped != self._norms.get("scaled", []):
+            self._step["clipped_early"] = [1]
 
     def _save(self, obj: Any, f: Any, *_: Any, **__: Any) -> None:
         if isinstance(f, str | PathLike):
@@ -323,20 +315,24 @@ class Watch:
     def _scale(self, scaler: torch.amp.GradScaler, *_: Any, **__: Any) -> None:
         self._scaler = scaler if scaler.is_enabled() else None
 
-    def _clip(self, *_: Any, **__: Any) -> None:
+    def _clip(self, *_: Any, **__: Any) -> Callable[[], None]:
         self._note("clip")
         if self._scaler is not None and (scale := self._scaler.get_scale()) != 1:
             self._step["clipped_scaled"] = [scale]
-        self._clipped.append(self._means[-1][0] if self._means else None)
 
-    def _after_backward(self) -> None:
-        self._step["backwards"].append(1)
-        self._norms = {name: norms(some) for name, some in self._sampled.items()}
+        def after() -> None:
+            clipped = norms(self._sampled.get("scaled", []))
+            self._clipped = clipped if any(clipped) else None  # else those of another model were
+
+        return after
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
-        self._quietly(self._count_means)
+        lines = [some for some in self._means.values() if len(some) > 1 and all(some)]
+        self._step["means"] += [(len(some), some[0]) for some in lines]
+        self._means.clear()
+        self._clipped = None
         if optimizer is self._optimizers[0]:
             if self._taken == self._steps:
                 raise _Stopped
@@ -349,35 +345,22 @@ class Watch:
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         if optimizer is self._optimizers[0]:
             self._taken += 1
+            self._quietly(judge_step, self._step, self.facts)
             self.facts.seen.append(dict(self._step))
-            self._step, self._sums, self._norms, self._others = defaultdict(list), [], {}, []
-
-    def _count_means(self) -> None:
-        """Find the calls that have run backward several times since the last step, always on a mean."""
-        nodes: dict[Any, list[str]] = defaultdict(list)
-        for calls, node in self._means:
-            nodes[calls].append(node)
-        self._step["means"] += [
-            (len(some), some[0]) for some in nodes.values() if len(some) > 1 and all(some)
-        ]
-        self._means, self._clipped = [], []
+            self._step, self._sums, self._norms = defaultdict(list), [], {}
 
     @torch.no_grad()  # outside of which local() is slow
     def _look_at_gradients(self) -> None:
         self._note("step")
         for name, before in self._norms.items():
             pairs = zip(before, norms(self._sampled[name]), strict=False)
-            self._step[name] = [new / old for old, new in pairs if 0 < old < math.inf and new > 0]
+            self._step[name] = [new / old for old, new in pairs if 0 < old < float("inf") and new > 0]
         blocks = self._models.trained_blocks
         idle = ((name, all(p.requires_grad and p.grad is None for p in some)) for name, some in blocks)
         self._step["idle"] = [name for name, is_idle in idle if is_idle]
         held = {p: local(p.grad) for one in self._optimizers for p in params(one) if p.grad is not None}
-        if self._others:  # a program that reduces gradients by itself may send flat copies of them all
-            all_, own = sum(grad.numel() for grad in held.values()), {*map(_address, held.values())}
-            by_hand = [one[:2] for one in self._others if one[1] >= all_ or one[2] in own]
-            self._step["reduced"] += by_hand
-        norm = get_total_norm(held.values())  # one pass; the largest element takes much longer
-        if not bool(norm.isfinite()):
+        # one pass; the largest element takes much longer
+        if not bool(get_total_norm(held.values()).isfinite()):
             bad = {p for p, grad in held.items() if not bool(grad.isfinite().all())}
             self._step["bad"] = [*dict.fromkeys(unit for unit, one in self._sums if not one.isfinite())]
             self._step["bad_after"] = [
@@ -387,37 +370,37 @@ class Watch:
     def _find_models(self) -> None:
         """Find the models, and listen to them."""
         self._models.find()
-        if self._planned and self._models.roots:
-            self._planned.root, self._planned.optimizer = self._models.roots[0], self._optimizers[0]
-        names = {module: name for root in self._models.roots for name, module in root.named_modules()}
-        both = (("scaled", params(self._optimizers[0])), ("bystanders", [*self._models.left_out]))
-        for kind, some in both:
-            self._sampled[kind] = sorted(some, key=lambda p: -p.numel())[:_CLIPPED]
-        for (owner, own), (told, then) in self._whole.items():
-            if owner in names and then and then == digest([getattr(owner, own)]):
-                self.facts.first[plain_name(names[owner], own)] = told
+        roots = self._models.roots
+        if self._planned and roots:
+            self._planned.root, self._planned.optimizer = roots[0], self._optimizers[0]
+        both = {"scaled": params(self._optimizers[0]), "bystanders": self._models.left_out}
+        self._sampled = {
+            kind: sorted(some, key=lambda p: -p.numel())[:_CLIPPED] for kind, some in both.items()
+        }
+        for name, p in (one for root in roots for one in root.named_parameters()):
+            told, then = self._whole.get(p, ("", ""))
+            if then and then == digest([p]):
+                self.facts.first[plain_name(name)] = told
         if has_compiled():  # hooks inside of what is compiled would compile it again
             self.facts.unseen.append("activations, and the order of units, of a compiled model")
         elif self._models.blocks:
             self._keep(self._models.blocks[0][1])
-        for root in self._models.roots:
+        for root in roots:
             if COMPILED in dict(root.named_children()) or not is_under_compile(root):
                 self._hook(root, self._forward, with_kwargs=True)
             for unit in [] if has_compiled() else find_units(root):
                 self._hook(unit.modules[0], functools.partial(self._used, unit.name))
 
     def _hook(self, module: nn.Module, hear: Callable[..., None], **options: bool) -> None:
-        def hook(*args: Any) -> None:
-            self._quietly(hear, *args)
-
-        self._stack.callback(module.register_forward_pre_hook(hook, prepend=True, **options).remove)
+        quietly = functools.partial(self._quietly, hear)
+        self._stack.callback(module.register_forward_pre_hook(quietly, prepend=True, **options).remove)
 
     def _used(self, unit: str, *_: Any) -> None:
         if torch.is_grad_enabled() and not in_backward():
             self._step["used"].append(unit)
 
     def _keep(self, block: nn.Module) -> None:
-        """Sum the bytes that autograd keeps of the block's next forward."""
+        """Sum the bytes that autograd keeps of the block's next forward, without its weights."""
         forward, kept = block.forward, {}
 
         def keep(tensor: Tensor) -> Tensor:
@@ -430,9 +413,9 @@ class Watch:
                 return forward(*args, **kwargs)
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 result = forward(*args, **kwargs)
-            whole = (p for p in block.parameters() if not isinstance(p, DTensor))
-            weights = {p.untyped_storage().data_ptr() for p in whole}
-            self.facts.kept = sum(size for at, size in kept.items() if at not in weights)
+            for p in (p for p in block.parameters() if not isinstance(p, DTensor)):
+                kept.pop(p.untyped_storage().data_ptr(), None)
+            self.facts.kept = sum(kept.values())
             return result
 
         self._stack.enter_context(patch.object(block, "forward", measured))
@@ -442,23 +425,10 @@ class Watch:
         self.facts.model = self._models.describe(self.facts.world_size, self._ties, self._reduced)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _ahead(inputs: Tensor | None, labels: Tensor | None) -> Tensor | None:
-    """Return the labels, if they are the next tokens: transformers' losses of language models shift them."""
+def _is_ahead(inputs: Tensor | None, labels: Tensor | None) -> bool:
+    """Say whether labels are the next tokens; transformers' losses of language models shift them."""
     if inputs is None or labels is None or inputs.shape != labels.shape or inputs.dim() != 2:
-        return None
+        return False
     kept = labels[:, :-1] != -100
     own, following, given = (one[kept] for one in (inputs[:, :-1], inputs[:, 1:], labels[:, :-1]))
-    return labels if torch.equal(given, following) and not torch.equal(given, own) else None
-
-
-def _calls() -> tuple[tuple[int, int], ...]:
-    """Return the code and line of all callers: where two lines share a helper, the calls differ."""
-    return tuple((id(frame.f_code), line) for frame, line in traceback.walk_stack(None))
+    return torch.equal(given, following) and not torch.equal(given, own)
