@@ -133,7 +133,8 @@ def _why_not_tried(device: torch.device) -> str:
 
 def _all_reduce(device: torch.device) -> str:
     """Sum ones in bf16 over all ranks; returns what went wrong. A collective, over a new group."""
-    group, problem = None, ""
+    group: Any = None
+    problem = ""
     try:
         group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
         ones = torch.ones(1024, dtype=torch.bfloat16, device=device)
