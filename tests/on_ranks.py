@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -33,6 +34,21 @@ def case(name: object) -> Iterator[None]:
         yield
     except AssertionError as error:
         raise AssertionError(f"case {name!r}: {error}") from error
+
+
+def together(*checks: Callable[[], None], world_size: int = 2, timeout: float = 100) -> Callable[[], None]:
+    """A test that calls these functions, one after the other, on ranks which start once: starts take long."""
+
+    def on_each() -> None:
+        for check in checks:
+            torch.manual_seed(0)
+            with case(check.__name__):
+                check()
+
+    def test() -> None:
+        run_on_ranks(on_each, world_size=world_size, timeout=timeout)
+
+    return test
 
 
 @contextmanager

@@ -2,17 +2,19 @@
 
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import IterableDataset
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from fsdp_utils import get_local_rank, get_rank, get_world_size, rank0_first, sampler
+from tests.on_ranks import together
 
-TwoRanks = Callable[..., list[Any]]
 TORCHRUN = {"RANK": "7", "WORLD_SIZE": "16", "LOCAL_RANK": "3"}
 SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
 
@@ -47,56 +49,61 @@ def test_before_there_is_a_group_the_launcher_is_believed(
     assert who_am_i() == expected
 
 
-# ---- rank0_first ---------------------------------------------------------------------------------------
+# ---- on two ranks --------------------------------------------------------------------------------------
 
 
-def test_rank_0_goes_first_and_the_others_see_what_it_did(two_ranks: TwoRanks, tmp_path: Path) -> None:
-    def fn() -> list[bool]:
-        seen = []
-        for turn in range(3):
-            with rank0_first():
-                seen.append((tmp_path / str(turn)).exists())
-                time.sleep(0.1)  # long enough for rank 1 to come too early if it does not wait
-                (tmp_path / str(turn)).touch()
-        return seen
-
-    assert two_ranks(fn) == [[False] * 3, [True] * 3]
+def rank_0_goes_first_and_the_others_see_what_it_did() -> None:
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    for turn in range(3):
+        done = Path(folder[0], str(turn))
+        with rank0_first():
+            assert done.exists() is (get_rank() == 1)
+            time.sleep(0.1)  # long enough for rank 1 to come too early if it does not wait
+            done.touch()
 
 
-def test_when_rank_0_fails_the_others_raise_that_and_do_not_run(two_ranks: TwoRanks) -> None:
-    def first(fails: Callable[[], Any]) -> tuple[bool, str, str]:
-        ran = False
-        try:
-            with rank0_first(timeout=30):
-                ran = True
-                fails()
-        except BaseException as error:
-            return ran, f"{type(error).__name__}: {error}", str(error.__cause__)
-        return ran, "", ""
+def when_rank_0_fails_the_others_raise_that_and_do_not_run() -> None:
+    def fail(fails: Callable[[], Any]) -> None:
+        with rank0_first(timeout=30):
+            assert get_rank() == 0
+            fails()
 
-    ways = [lambda: Path("/no/dataset").read_text(), lambda: sys.exit("stop here")]
-    expected = (
-        "FileNotFoundError: [Errno 2] No such file or directory",
-        "RuntimeError: rank 0, in rank0_first: SystemExit: stop here",
-    )
-    for on_0, (ran, text, cause), said in zip(
-        *two_ranks(lambda: list(map(first, ways))), expected, strict=True
+    for fails, kinds, said in (
+        (lambda: Path("/no/dataset").read_text(), [FileNotFoundError] * 2, "No such file or directory"),
+        (lambda: sys.exit("stop here"), [SystemExit, RuntimeError], "stop here"),
     ):
-        assert (on_0[0], ran) == (True, False)
-        assert text.startswith(said)
-        assert "rank 0, in rank0_first" in cause
-        assert "fails()" in cause  # the line
+        with pytest.raises(kinds[get_rank()], match=said) as caught:
+            fail(fails)
+        if get_rank() == 1:
+            assert "rank 0, in rank0_first" in str(caught.value.__cause__)
+            assert "fails()" in str(caught.value.__cause__)  # the line
 
 
-def test_the_wait_for_rank_0_has_a_limit(two_ranks: TwoRanks) -> None:
-    def fn() -> str:
-        if get_rank() == 0:
-            return "never entered"
-        with pytest.raises(TimeoutError, match=r"rank 1 waited 0\.2 s") as caught, rank0_first(timeout=0.2):
+def the_wait_for_rank_0_has_a_limit() -> None:
+    if get_rank() == 1:
+        with pytest.raises(TimeoutError, match=r"rank 1 waited 0\.2 s"), rank0_first(timeout=0.2):
             pass
-        return type(caught.value).__name__
+    dist.barrier()
 
-    assert two_ranks(fn) == ["never entered", "TimeoutError"]
+
+def ranks_share_the_order_of_one_process_and_take_equally_many_steps() -> None:
+    alone = list(DistributedSampler(range(10), 1, 0, seed=3))
+    assert list(sampler(range(10), seed=3)) == alone[get_rank() :: 2]
+    assert (len(list(sampler(range(5)))), len(list(sampler(range(5), drop_last=True)))) == (3, 2)
+    os.environ.update(RANK="7", WORLD_SIZE="16")  # the group is believed before the environment
+    assert who_am_i() == (dist.get_rank(), 2, dist.get_rank())
+
+
+test_on_two_ranks = together(
+    rank_0_goes_first_and_the_others_see_what_it_did,
+    when_rank_0_fails_the_others_raise_that_and_do_not_run,
+    the_wait_for_rank_0_has_a_limit,
+    ranks_share_the_order_of_one_process_and_take_equally_many_steps,
+)
+
+
+# ---- alone ---------------------------------------------------------------------------------------------
 
 
 def test_rank0_first_runs_in_a_single_process_and_not_in_ranks_without_a_group(
@@ -110,19 +117,6 @@ def test_rank0_first_runs_in_a_single_process_and_not_in_ranks_without_a_group(
     with pytest.raises(ValueError, match="init_process_group"), rank0_first():
         ran.append("too early")
     assert ran == ["alone"]
-
-
-# ---- sampler -------------------------------------------------------------------------------------------
-
-
-def test_ranks_share_the_order_of_one_process_and_take_equally_many_steps(two_ranks: TwoRanks) -> None:
-    def fn() -> tuple[list[int], int, int, tuple[int, int, int]]:
-        even, dropped = list(sampler(range(5))), list(sampler(range(5), drop_last=True))
-        os.environ.update(RANK="7", WORLD_SIZE="16")  # the group is believed before the environment
-        return list(sampler(range(10), seed=3)), len(even), len(dropped), who_am_i()
-
-    alone = list(sampler(range(10), seed=3))
-    assert two_ranks(fn) == [(alone[rank::2], 3, 2, (rank, 2, rank)) for rank in range(2)]
 
 
 def test_a_dataset_without_a_length_is_refused() -> None:

@@ -1,8 +1,7 @@
 """The dimension along which shard cuts each parameter, and activation checkpointing inside the units."""
 
 import warnings
-from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from fsdp_utils import (
     verify_checkpoint,
 )
 from fsdp_utils.collectives import record_collectives
-from tests.on_ranks import case, fake_group, on_ranks
+from tests.on_ranks import fake_group, together
 from tests.sharded import HandWritten, loss_of, whole
 
 CHECKPOINTING = ["full", "selective", 2]
@@ -65,7 +64,7 @@ def mixtral() -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(num_hidden_layers=2))
 
 
-@pytest.mark.parametrize(("rank", "strategy"), [(0, "full"), (8, "full"), (31, "full"), (20, "hybrid")])
+@pytest.mark.parametrize(("rank", "strategy"), [(0, "full"), (31, "full"), (20, "hybrid")])
 def test_every_rank_holds_its_share_of_a_mixture_of_experts(rank: int, strategy: str) -> None:
     with fake_group(32, rank), torch.device("meta"):
         model = mixtral()
@@ -77,28 +76,25 @@ def test_every_rank_holds_its_share_of_a_mixture_of_experts(rank: int, strategy:
         assert check_sharding(model) == []
 
 
-def test_what_no_dimension_shares_is_padded_and_named_where_it_matters() -> None:
+def by_hand(model: Mixture) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def test_rows_that_the_ranks_cannot_share_are_named_where_they_matter() -> None:
+    said = "14 parameters, such as blocks.0.up, are cut between rows"
     with fake_group(32), torch.device("meta"):
-        (problem,) = check_sharding(shard(Mixture((8, 1025, 1027))))
-        assert problem.startswith("14 parameters, such as blocks.0.up, are cut between rows")
+        (problem,) = check_sharding(shard(Mixture((8, 1025, 1027))))  # no dimension serves
+        assert problem.startswith(said)
         assert "shard over fewer ranks" in problem
+        (problem,) = check_sharding(by_hand(Mixture((40, 1024, 512))))
+        assert problem.startswith(said)
+        assert "each rank holds 60% more than its share of the model. Call shard(model)" in problem
+        assert check_sharding(shard(Mixture((40, 1024, 512)))) == []
         small = shard(Mixture((3, 5, 7)))
         assert {p.placements for p in small.parameters()} == {(Shard(0),)}
-        assert check_sharding(small) == []
-
-
-def test_uneven_rows_of_a_model_sharded_by_hand_are_named_where_they_matter() -> None:
-    with fake_group(32), torch.device("meta"):
-        large, small = Mixture((40, 1024, 512)), Mixture((3, 32, 64))
-        for model in (large, small):
-            for block in model.blocks:
-                fully_shard(block)
-            fully_shard(model)
-        (problem,) = check_sharding(large)
-        assert problem.startswith("14 parameters, such as blocks.0.up, are cut between rows")
-        assert "each rank holds 60% more than its share of the model. Call shard(model)" in problem
-        assert check_sharding(small) == []
-        assert check_sharding(shard(Mixture((40, 1024, 512)))) == []
+        assert check_sharding(small) == check_sharding(by_hand(Mixture((3, 32, 64)))) == []
 
 
 def stepped(model: nn.Module, seed: int, **adamw: Any) -> dict[str, torch.Tensor]:
@@ -144,75 +140,52 @@ def test_experts_train_as_in_one_process_and_load_on_another_number_of_ranks(tmp
     assert_trained(load_file(tmp_path / "out" / "model.safetensors"))
 
 
-def after_inference(prepare: Callable[[nn.Module], nn.Module]) -> dict[str, torch.Tensor]:
-    """Outputs of two evaluations before the first step, and the step's gradients."""
-    torch.manual_seed(0)
-    model = prepare(Mixture().eval())
-    x, outputs = torch.linspace(-1, 1, 48).view(4, 12), []
-    for _ in range(2):
-        with torch.inference_mode():
-            outputs.append(model(x)[0])
-    loss_of(model(x)).backward()
-    grads = {name: whole(p.grad) for name, p in model.named_parameters()}
-    return {"first": outputs[0], "second": outputs[1], **grads}
-
-
-@on_ranks()
-def test_what_was_evaluated_in_inference_mode_first_can_train() -> None:
-    expected = after_inference(lambda model: model)
-    for options in ({}, {"checkpointing": "full"}, {"strategy": "grad_op"}):
-        with case(options):
-            found = after_inference(partial(shard, **options))
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def checkpointed(checkpointing: Any, compiled: str) -> tuple[Any, ...]:
-    """Loss, gradients, names, gathers of a step with dropout; bytes kept for backward; FLOPs of backward."""
+def checkpointed(checkpointing: Any, *, compiled: bool = False) -> tuple[Any, ...]:
+    """Loss, gradients, gathers of a step with dropout; bytes kept for backward; FLOPs of backward."""
     torch.manual_seed(0)
     model, kept = Mixture(), []
     names = list(model.state_dict())
-    for block in model.blocks if compiled == "before" else ():
+    for block in model.blocks if compiled else ():
         block.compile(backend="aot_eager")
     shard(model, checkpointing=checkpointing)
-    for block in model.blocks if compiled == "after" else ():
-        block.compile(backend="aot_eager")
     assert [*model.state_dict()] == [name for name, _ in model.named_parameters()] == names
     assert check_sharding(model) == []
     torch.manual_seed(1 + dist.get_rank())
     x = torch.randn(4, 12)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t)
+    counter = FlopCounterMode(display=False)
     with warnings.catch_warnings(), record_collectives(model) as trace:
         warnings.simplefilter("ignore")
-        if compiled:
+        with nullcontext() if compiled else hooks:
             loss = loss_of(model(x))
+        with nullcontext() if compiled else counter:
             loss.backward()
-            flops = 0
-        else:
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
-                loss = loss_of(model(x))
-            with FlopCounterMode(display=False) as counter:
-                loss.backward()
-            flops = counter.get_total_flops()
     gathers = sum(event.kind == "all_gather" for event in trace.events)
-    return loss.item(), {n: whole(p.grad) for n, p in model.named_parameters()}, gathers, sum(kept), flops
+    grads = {name: whole(p.grad) for name, p in model.named_parameters()}
+    return loss.item(), grads, gathers, sum(kept), counter.get_total_flops()
 
 
-@pytest.mark.parametrize("compiled", ["", "before", "after"])
-@on_ranks()
-def test_a_checkpointed_model_trains_alike_and_keeps_less(compiled: str) -> None:
-    loss, grads, gathers, kept, flops = checkpointed(None, compiled)
-    found = {how: checkpointed(how, compiled) for how in (["selective"] if compiled else CHECKPOINTING)}
+def a_checkpointed_model_trains_alike_and_keeps_less() -> None:
+    loss, grads, gathers, kept, flops = checkpointed(None)
+    found = {how: checkpointed(how) for how in CHECKPOINTING}
     for other_loss, other_grads, other_gathers, _, _ in found.values():
         assert other_loss == pytest.approx(loss, rel=1e-6)
         assert other_gathers == gathers > 0
         torch.testing.assert_close(other_grads, grads)
-    if not compiled:
-        assert found["full"][3] < found[2][3] < kept
-        assert flops < found[2][4] < found["full"][4]
-        assert flops < found["selective"][4] < found["full"][4]
+    assert found["full"][3] < found[2][3] < kept
+    assert flops < found[2][4] < found["full"][4]
+    assert flops < found["selective"][4] < found["full"][4]
 
 
-@on_ranks()
-def test_a_cache_of_keys_and_values_is_left_out() -> None:
+def compiled_blocks_may_be_checkpointed() -> None:
+    loss, grads, gathers, _, _ = checkpointed(None)
+    compiled = checkpointed("selective", compiled=True)
+    assert compiled[0] == pytest.approx(loss, rel=1e-6)
+    assert compiled[2] == gathers > 0
+    torch.testing.assert_close(compiled[1], grads)
+
+
+def a_cache_of_keys_and_values_is_left_out() -> None:
     from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=32, n_embd=16, n_layer=3, n_head=2, bos_token_id=1, eos_token_id=2)
@@ -243,3 +216,9 @@ def test_checkpointing_that_cannot_be_is_refused(value: Any) -> None:
         with pytest.raises(ValueError, match=f"expected checkpointing to be None, .* found {value!r}"):
             shard(model, checkpointing=value)
         assert not any(isinstance(p, DTensor) for p in model.parameters())
+
+
+test_checkpointing = together(
+    a_checkpointed_model_trains_alike_and_keeps_less, a_cache_of_keys_and_values_is_left_out
+)
+test_compiled = together(compiled_blocks_may_be_checkpointed)

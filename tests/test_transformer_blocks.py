@@ -1,5 +1,6 @@
 """The blocks of models: of transformers' families and of models written by hand; sharding changes nothing."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_utils import check_sharding, shard, transformer_block_classes
-from tests.on_ranks import case, on_ranks
+from tests.on_ranks import case, together
 from tests.sharded import Block, HandWritten, assert_trains_alike, fsdp1, loss_of
 from tests.tiny_transformers import HIDDEN, TINY, VOCABULARY, text
 
@@ -75,10 +76,10 @@ def two_classes(elements: int) -> nn.Module:
         (nn.ModuleDict({"layers": nn.ModuleDict({"0": Scale(), "1": Scale()})}), {"Scale"}),
         (beside_the_list(), {"Routed"}),  # the outermost
         (wrapped_on_meta(), {"Block"}),
-        (two_classes(50), {"Scale", "Other"}),  # a tenth of the parameters
-        (two_classes(49), {"Scale"}),
+        (two_classes(113), {"Scale", "Other"}),  # all of it is half a block
+        (two_classes(112), {"Scale"}),
     ],
-    ids=["by hand", "of torch", "in a dict", "beside the list", "wrapped", "a tenth", "less"],
+    ids=["by hand", "of torch", "in a dict", "beside the list", "wrapped", "half a block", "less"],
 )
 def test_the_outermost_repeated_classes_are_the_blocks(model: nn.Module, expected: set[str]) -> None:
     assert names_of(model) == expected
@@ -104,55 +105,53 @@ def test_a_model_without_blocks_is_refused_with_what_to_do(model: nn.Module) -> 
 # ---- transformers ----
 
 
-def test_they_are_found_where_the_model_names_none() -> None:
+def unnamed() -> nn.Module:
     model = TINY["t5"].make()
     for module in model.modules():
         if hasattr(module, "_no_split_modules"):
             module._no_split_modules = None
-    assert names_of(model) == {"T5Block"}
+    return model
 
 
-def test_they_are_found_in_a_model_made_of_models_of_which_only_one_names_them() -> None:
+def of_which_one_names_them() -> nn.Module:
     speech, text_model = TINY["wav2vec2"].make(), TINY["bart"].make()
-    model = nn.ModuleDict({"encoder": speech, "decoder": text_model.get_decoder()})
-    assert names_of(model) == {"Wav2Vec2EncoderLayer", "BartDecoderLayer"}
+    return nn.ModuleDict({"encoder": speech, "decoder": text_model.get_decoder()})
+
+
+def a_tower_beside_its_decoder() -> nn.Module:
+    """At the default sizes the tower has a few % of the parameters, which is more than half a block."""
+    with torch.device("meta"):
+        return tf.Idefics3Model(tf.Idefics3Config())
+
+
+def single_layer() -> nn.Module:
+    return tf.LlamaModel(tf.LlamaConfig(**{**HIDDEN, "num_hidden_layers": 1}, vocab_size=VOCABULARY))
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    {
-        "Blip2": {"Blip2EncoderLayer", "Blip2QFormerLayer", "OPTDecoderLayer"},
-        "Idefics3": {"Idefics3EncoderLayer", "LlamaDecoderLayer"},
-    }.items(),
+    ("make", "expected"),
+    [
+        (unnamed, {"T5Block"}),
+        (of_which_one_names_them, {"Wav2Vec2EncoderLayer", "BartDecoderLayer"}),
+        (a_tower_beside_its_decoder, {"Idefics3EncoderLayer", "LlamaDecoderLayer"}),
+        (single_layer, {"LlamaDecoderLayer"}),  # a block, as the model says so
+    ],
 )
-def test_a_tower_that_the_model_does_not_name_is_found_beside_its_decoder(
-    name: str, expected: set[str]
-) -> None:
-    """At the sizes of the default configurations: a few % of the parameters, half a block or more."""
-    cls = getattr(tf, f"{name}Model")
-    with torch.device("meta"):
-        model = cls(cls.config_class())
-    assert names_of(model) == expected
-
-
-def test_a_single_layer_is_a_block_if_the_model_says_so() -> None:
-    model = tf.LlamaModel(tf.LlamaConfig(**{**HIDDEN, "num_hidden_layers": 1}, vocab_size=VOCABULARY))
-    assert names_of(model) == {"LlamaDecoderLayer"}
+def test_they_are_found_in_models_of_transformers(make: Callable[[], nn.Module], expected: set[str]) -> None:
+    assert names_of(make()) == expected
 
 
 # ---- sharded by them ----
 
 
-@on_ranks(timeout=110)
-def test_each_family_is_sharded_by_its_blocks_and_has_the_loss_and_gradients_of_the_unsharded() -> None:
+def each_family_is_sharded_by_its_blocks_and_has_the_loss_and_gradients_of_the_unsharded() -> None:
     for family, tiny in TINY.items():
         with case(family):
             assert names_of(tiny.make()) == tiny.blocks
             assert_trains_alike(tiny.make, tiny.batch, tiny.number + 1)
 
 
-@on_ranks()
-def test_the_policy_makes_each_block_a_unit_of_fsdp1() -> None:
+def the_policy_makes_each_block_a_unit_of_fsdp1() -> None:
     for family, use_orig_params in (("llama", False), ("t5", True)):
         tiny = TINY[family]
         model = tiny.make().eval()
@@ -166,8 +165,7 @@ def test_the_policy_makes_each_block_a_unit_of_fsdp1() -> None:
         assert check_sharding(model) == []
 
 
-@on_ranks()
-def test_tied_weights_are_in_two_units() -> None:
+def tied_weights_are_in_two_units() -> None:
     tied = "lm_head.weight and model.embed_tokens.weight are tied but in two units, {}: "
     model = TINY["qwen3, tied"].make()
     fully_shard(model.lm_head)
@@ -180,3 +178,11 @@ def test_tied_weights_are_in_two_units() -> None:
     policy = ModuleWrapPolicy({nn.Embedding, *transformer_block_classes(model)})
     (message,) = check_sharding(fsdp1(model, auto_wrap_policy=policy))
     assert message.startswith(tied.format("(root) and model.embed_tokens"))
+
+
+test_on_ranks = together(
+    each_family_is_sharded_by_its_blocks_and_has_the_loss_and_gradients_of_the_unsharded,
+    the_policy_makes_each_block_a_unit_of_fsdp1,
+    tied_weights_are_in_two_units,
+    timeout=110,
+)

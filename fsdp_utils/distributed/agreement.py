@@ -123,16 +123,14 @@ class Ranks:
         digest = int(fingerprint([json.dumps(sorted(values.items()))]), 16) - 2**63
         if len(set(self.numbers(digest))) == 1:
             return
-        # Each rank reports its first entries that differ from rank 0's: the first of all are complete then.
         expected: dict[str, str] = self._broadcast(dict(values))
-        names = sorted(expected.keys() | values.keys())
-        mine = [name for name in names if expected.get(name) != values.get(name)]
-        reports = self._gather({name: _short(values.get(name)) for name in mine[:_SHOWN]})
+        mine = sorted({name for name, _ in expected.items() ^ values.items()})[:_SHOWN]
+        names = sorted(set().union(*self._gather(mine)))[:_SHOWN]
+        held = self._gather([_short(values.get(name)) for name in names])
         problems = []
-        for name in sorted(set().union(*reports))[:_SHOWN]:
-            held = by_ranks([[report.get(name, _short(expected.get(name)))] for report in reports])
-            entry = f"{what} {name}".lstrip()
-            problems.append(f"expected the same {entry} on all ranks, found {'; '.join(held)}")
+        for name, *found in zip(names, *held, strict=True):
+            entry, found = f"{what} {name}".lstrip(), "; ".join(by_ranks([[one] for one in found]))
+            problems.append(f"expected the same {entry} on all ranks, found {found}")
         self._fail("\n".join(problems) + cure)
 
     def numbers(self, number: int) -> list[int]:

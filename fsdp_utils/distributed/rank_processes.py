@@ -120,7 +120,7 @@ def start_rank(
     others by now.
     """
     context: Any = multiprocessing.get_context(method)
-    written = [_sendable(descriptor) for descriptor in output]
+    written = [Connection(os.dup(descriptor), readable=False) for descriptor in output]
     (ours, theirs), (control, held) = context.Pipe(), context.Pipe()
     caller = os.environ.copy(), written
     with _main_hidden(), theirs, held:  # only the rank's ends stay open, so that its death closes the pipe
@@ -131,14 +131,6 @@ def start_rank(
     for connection in written:
         connection.close()
     return RankProcess(rank, process, ours, control)
-
-
-def _sendable(descriptor: int) -> Connection:
-    """Copy the descriptor so that it can be sent to a process; /dev/null where the caller has closed it."""
-    try:
-        return Connection(os.dup(descriptor), readable=False)
-    except OSError:
-        return Connection(os.open(os.devnull, os.O_WRONLY), readable=False)
 
 
 def _be_rank(

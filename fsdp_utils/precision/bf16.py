@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_utils._commands import new_parser
-from fsdp_utils.distributed.agreement import agree, by_ranks
+from fsdp_utils.distributed.agreement import agree, by_ranks, has_peers
 from fsdp_utils.distributed.identity import get_local_rank
-from fsdp_utils.precision.facts import Compute, judge, look
+from fsdp_utils.precision.facts import Compute, judge
 from fsdp_utils.torch_internals.groups import abort_groups
 
 __all__ = ["Bf16Support", "bf16_support"]
@@ -82,23 +82,23 @@ def bf16_support(device: torch.device | str | None = None) -> Bf16Support:
     if device is None:
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device(device or "cpu")
-    facts = look(device)
-    compute, reasons = judge(facts)
+    name, compute, reason = judge(device)
     try:
-        return _agree({"compute": compute, "reasons": reasons, "device": facts.name}, device)
+        return _agree(name, compute, reason, device)
     except _NoAnswer as error:
-        reason = f"{error} So nothing is known about the network."
-        return Bf16Support(False, compute, False, (*reasons, reason), facts.name)
+        reasons = (reason, f"{error} So nothing is known about the network.")
+        return Bf16Support(False, compute, False, reasons, name)
 
 
-def _agree(mine: dict[str, Any], device: torch.device) -> Bf16Support:
+def _agree(name: str, compute: Compute, reason: str, device: torch.device) -> Bf16Support:
     ranks = agree("bf16_support", dict, error=_NoAnswer, topic="bf16", wait_s=LIMIT_S)
     ranks.consequence = ". Every rank must take part."
     try:
         with ranks.guard():
-            found = ranks.all(lambda: mine)
-        compute = min((each["compute"] for each in found), key=_ORDER.index)
-        reasons = by_ranks([each["reasons"] for each in found])
+            found = ranks.all(lambda: (name, compute, reason))
+        names, computes, texts = zip(*found, strict=True)
+        compute = min(computes, key=_ORDER.index)
+        reasons = by_ranks([[text] for text in texts])
         network: bool | None = None
         if compute == "none":
             reasons.append("The network was not tried: first all ranks must compute in bf16.")
@@ -113,12 +113,12 @@ def _agree(mine: dict[str, Any], device: torch.device) -> Bf16Support:
             ]
     finally:
         ranks.close()
-    names = ", ".join(dict.fromkeys(each["device"] for each in found))
-    return Bf16Support(compute == "native" and network is not False, compute, network, tuple(reasons), names)
+    ready = compute == "native" and network is not False
+    return Bf16Support(ready, compute, network, tuple(reasons), ", ".join(dict.fromkeys(names)))
 
 
 def _why_not_tried(device: torch.device) -> str:
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_peers():
         return (
             "The network was not tried: it takes a process group. Where there are several ranks, call "
             "init_process_group() first, or run `torchrun … -m fsdp_utils.bf16`."
@@ -128,20 +128,29 @@ def _why_not_tried(device: torch.device) -> str:
             f"The network was not tried: the process group sends no {device.type} tensors. Call "
             f"init_process_group with a backend for {device.type}."
         )
-    if dist.get_backend() == "fake":
-        return "The network was not tried: the process group is a fake one."
     return ""
 
 
 def _all_reduce(device: torch.device) -> str:
     """Sum ones in bf16 over all ranks; returns what went wrong. A collective, over a new group."""
     group: Any = None
+    problem = ""
     try:
         group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
-        problem = _sum_of_ones(group, device)
+        ones = torch.ones(1024, dtype=torch.bfloat16, device=device)
+        work: Any = dist.all_reduce(ones, group=group, async_op=True)
+        limit = time.monotonic() + LIMIT_S / 2  # before the group's own, at which NCCL ends the process
+        while not work.is_completed():
+            if time.monotonic() > limit:
+                raise TimeoutError(f"it did not end within {LIMIT_S / 2:g} s")
+            time.sleep(0.001)
+        work.wait()
+        size, low, high = dist.get_world_size(), float(ones.min()), float(ones.max())
+        if abs(low - size) > size / 64 or abs(high - size) > size / 64:  # bf16 has 8 significant bits
+            raise ValueError(f"ones of {size} ranks gave {low:g} to {high:g}")
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(". ")
-        problem = f"An all-reduce in bf16 fails: {text}. Reduce in fp32 (reduce_dtype=torch.float32)."
+        problem = f"An all-reduce in bf16 fails: {text}. Check the network, or reduce in fp32 (reduce_dtype)."
     with suppress(Exception):
         if problem and group is not None:
             # Destroying an NCCL group waits for its kernels, and the one that is stuck never ends. Aborting
@@ -150,24 +159,6 @@ def _all_reduce(device: torch.device) -> str:
         elif group is not None:
             dist.destroy_process_group(group)
     return problem
-
-
-def _sum_of_ones(group: Any, device: torch.device) -> str:
-    """Describe what is wrong with the sum; empty when nothing is."""
-    ones = torch.ones(1024, dtype=torch.bfloat16, device=device)
-    work = dist.all_reduce(ones, group=group, async_op=True)
-    limit = time.monotonic() + LIMIT_S / 2  # before the group's own, at which NCCL ends the process
-    while work is not None and not work.is_completed():
-        if time.monotonic() > limit:
-            return f"An all-reduce in bf16 did not end within {LIMIT_S / 2:g} s. Check the network."
-        time.sleep(0.001)
-    if work is not None:
-        work.wait()
-    size = dist.get_world_size()
-    low, high = float(ones.min()), float(ones.max())
-    if abs(low - size) > size / 64 or abs(high - size) > size / 64:  # bf16 has 8 significant bits
-        return f"An all-reduce of ones in bf16 over {size} ranks gave {low:g} to {high:g}. Reduce in fp32."
-    return ""
 
 
 def main(arguments: list[str] | None = None) -> int:

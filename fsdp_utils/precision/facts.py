@@ -1,17 +1,10 @@
-"""Properties of a device that matter for bf16, and the conclusion from them.
-
-`look` reads the properties from torch, `judge` draws the conclusion; so a device that is not present can be
-judged, too.
-"""
+"""Whether a device computes in bf16, and how that is known."""
 
 import platform
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
-
-from fsdp_utils.torch_internals.runtime import cpu_capabilities
 
 Compute = Literal["native", "emulated", "none"]
 
@@ -22,76 +15,50 @@ AMD_WITH_BF16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 # A CPU's instructions for bf16 that torch's matmuls use, by torch's name of the capability.
 CPU_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm BF16", "sve_bf16": "SVE BF16"}
 
-INSTEAD = "train in fp32, or in fp16 with a gradient scaler."
+_INSTEAD = "train in fp32, or in fp16 with a gradient scaler."
 
 
-@dataclass
-class DeviceFacts:
-    """Properties of a device that `look` has found."""
+def judge(device: torch.device) -> tuple[str, Compute, str]:
+    """The device's name for people, how it computes in bf16, and why; a reason against it says what to do.
 
-    kind: str  # "cuda", "cpu" or the name of another device
-    name: str = ""  # for people
-    problem: str = ""  # why the device is missing, or the error of a small matmul in bf16; empty where it ran
-    capability: tuple[int, int] | None = None  # CUDA's compute capability
-    architecture: str = ""  # AMD's name of it (gfx…)
-    units: tuple[str, ...] = ()  # the CPU's instructions for bf16
-
-
-def look(device: torch.device) -> DeviceFacts:
-    """Read a device's properties. Never raises for lack of a device, a driver or a build."""
-    facts = DeviceFacts(device.type, str(device))
+    Never raises for lack of a device, a driver or a build.
+    """
+    name = str(device)
     try:
-        if device.type == "cpu":
-            facts.name = _cpu_name()
-            if torch.backends.mkldnn.is_available():
-                capabilities = cpu_capabilities()
-                facts.units = tuple(unit for name, unit in CPU_UNITS.items() if capabilities.get(name))
-        elif device.type == "cuda":
-            properties = torch.cuda.get_device_properties(device)
-            facts.name = properties.name
-            if torch.version.hip:
-                facts.architecture = properties.gcnArchName
-            else:
-                facts.capability = (properties.major, properties.minor)
+        name, native, because = _hardware(device)
         square = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
         if float((square @ square).sum()) != 16**3:
-            facts.problem = "a matmul in bf16 gave a wrong result"
+            raise ValueError("a matmul gave a wrong result")
     except Exception as error:  # no driver, one too old, a device index too high: torch has many words for it
-        facts.problem = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(". ")
-    return facts
-
-
-def judge(facts: DeviceFacts) -> tuple[Compute, list[str]]:
-    """Whether the device computes in bf16, and why; each reason against it says what to do."""
-    if facts.problem:
-        check = "" if facts.kind == "cpu" else " To check the CPU, call bf16_support('cpu')."
-        return "none", [f"{facts.name}: bf16 fails: {facts.problem}. Instead, {INSTEAD}{check}"]
-    native, because = _hardware(facts)
+        problem = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(". ")
+        check = "" if device.type == "cpu" else " To check the CPU, call bf16_support('cpu')."
+        return name, "none", f"{name}: bf16 fails: {problem}. Instead, {_INSTEAD}{check}"
     if native:
-        return "native", [f"{facts.name} computes in bf16: {because}."]
-    if facts.kind in ("cpu", "mps"):
+        return name, "native", f"{name} computes in bf16: {because}."
+    if device.type in ("cpu", "mps"):
         advice = "Good for trying things out; expect no speed from it. For speed, train in fp32."
     else:
-        advice = f"It saves memory and has the range of fp32; expect no speed from it. For speed, {INSTEAD}"
-    return "emulated", [f"{facts.name}: tensors in bf16 work, {because}. {advice}"]
+        advice = f"It saves memory and has the range of fp32; expect no speed from it. For speed, {_INSTEAD}"
+    return name, "emulated", f"{name}: tensors in bf16 work, but {because}. {advice}"
 
 
-def _hardware(facts: DeviceFacts) -> tuple[bool, str]:
-    """Whether the hardware computes in bf16, and how that is known."""
-    if facts.capability:
-        text = f"compute capability {facts.capability[0]}.{facts.capability[1]}"
-        if facts.capability >= FIRST_CAPABILITY:
-            return True, text
-        return False, f"but {text} has no units for it (they came with 8.0)"
-    if facts.architecture:
-        if facts.architecture.startswith(AMD_WITH_BF16):
-            return True, facts.architecture
-        return False, f"but {facts.architecture} has no matrix units for it"
-    if facts.units:
-        return True, " and ".join(facts.units)
-    if facts.kind == "cpu":
-        return False, "but the hardware has no instructions for it, as far as torch can tell"
-    return False, "but this library does not know whether the hardware computes in it"
+def _hardware(device: torch.device) -> tuple[str, bool, str]:
+    """The device's name, whether it has units for bf16, and how that is known."""
+    if device.type == "cpu":
+        tells = hasattr(torch.cpu, "get_capabilities") and torch.backends.mkldnn.is_available()
+        found = torch.cpu.get_capabilities() if tells else {}
+        if units := [unit for name, unit in CPU_UNITS.items() if found.get(name)]:
+            return _cpu_name(), True, " and ".join(units)
+        return _cpu_name(), False, "the hardware has no instructions for it, as far as torch can tell"
+    if device.type != "cuda":
+        return str(device), False, "this library does not know whether the hardware computes in it"
+    found = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        native = found.gcnArchName.startswith(AMD_WITH_BF16)
+        return found.name, native, found.gcnArchName + ("" if native else " has no matrix units for it")
+    native = (found.major, found.minor) >= FIRST_CAPABILITY
+    without = "" if native else " has no units for it (they came with 8.0)"
+    return found.name, native, f"compute capability {found.major}.{found.minor}{without}"
 
 
 def _cpu_name() -> str:

@@ -10,17 +10,16 @@ from fsdp_utils.sharding.names import plain_name, unwrapped
 from fsdp_utils.sharding.units import find_units, parameter_sizes, within
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-SMALL = 0.1  # a repeated class with less than this share of the parameters in blocks needs no units ...
-_OF_A_BLOCK = 0.5  # ... unless all of it, which the root would keep gathered, is as large as this part of one
+_OF_A_BLOCK = 0.5  # a repeated class, all of which is smaller than this part of a block, may stay in the root
 
 
 def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
     """Find the classes of this model's transformer blocks, which should be FSDP units.
 
     Candidates are the modules in a ModuleList, ModuleDict or Sequential. Where a transformers model names its
-    blocks (`_no_split_modules`), these are taken; elsewhere the outermost repeated classes, if they hold at
-    least a tenth of all candidates' parameters, or half as many as one of the largest blocks (as a vision
-    tower does). Single layers (nn.Linear in a Sequential) are not blocks.
+    blocks (`_no_split_modules`), these are taken; elsewhere the outermost repeated classes, if all modules of
+    one hold half as many parameters as the largest block (as a vision tower does). Single layers (nn.Linear
+    in a Sequential) are not blocks.
 
     Args:
         model: any module, sharded or not, on any device, "meta" too.
@@ -37,12 +36,12 @@ def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
             print(block.__name__)  # Block
     """
     # transformers: None or class names, in a composite model of its parts
-    lists = [getattr(module, "_no_split_modules", None) or () for module in model.modules()]
-    containers = [module for module in model.modules() if isinstance(module, _CONTAINERS)]
-    contained = [child for one in containers for child in map(unwrapped, one.children())]
-    counts = Counter(class_of(child) for child in contained if not _is_single_layer(child))
-    named_classes = {cls for cls in counts if cls.__name__ in set().union(*lists)}
-    named = {child for child in contained if class_of(child) in named_classes}
+    names = set().union(*(getattr(module, "_no_split_modules", None) or () for module in model.modules()))
+    lists = (module for module in model.modules() if isinstance(module, _CONTAINERS))
+    contained = [unwrapped(child) for one in lists for child in one.children()]
+    candidates = [child for child in contained if not _is_single_layer(child)]
+    counts = Counter(map(class_of, candidates))
+    named = {child for child in candidates if class_of(child).__name__ in names}
 
     def may_be_block(module: nn.Module) -> bool:
         return module in named or (counts[class_of(module)] > 1 and named.isdisjoint(module.modules()))
@@ -52,11 +51,8 @@ def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
     sizes: dict[type[nn.Module], list[int]] = defaultdict(list)
     for name, block in _outermost(model, may_be_block):
         sizes[class_of(unwrapped(block))].append(sum(within(name, parameters).values()))
-    classes = named_classes & sizes.keys()
-    of_class = {cls: sum(some) for cls, some in sizes.items() if any(some)}
-    classes |= {cls for cls, size in of_class.items() if size >= SMALL * sum(of_class.values())}
-    largest = max((of_class.get(cls, 0) / len(sizes[cls]) for cls in classes), default=0)
-    classes |= {cls for cls, size in of_class.items() if size >= _OF_A_BLOCK * largest}
+    enough = max(1, _OF_A_BLOCK * max((max(some) for some in sizes.values()), default=0))
+    classes = {cls for cls, some in sizes.items() if cls.__name__ in names or sum(some) >= enough}
     if not classes:
         raise ValueError(
             f"{class_of(model).__name__}: found no transformer blocks. Expected a class that stands at "

@@ -1,9 +1,8 @@
-"""Check how a model was wrapped, and how it is about to be trained: `_CHECKS` is the table of the checks."""
+"""Check how a model was wrapped, and how it is about to be trained."""
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,13 +13,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from fsdp_utils.distributed.agreement import agree, has_peers
-from fsdp_utils.sharding.blocks import SMALL, class_of, separate, transformer_blocks
-from fsdp_utils.sharding.copies import broadcasts_buffers, buffer_copies, differing, parameter_copies
+from fsdp_utils.sharding.blocks import class_of, separate, transformer_blocks
+from fsdp_utils.sharding.copies import broadcasts_buffers, copies_of, differing, parameter_copies
 from fsdp_utils.sharding.names import plain_name, some_names, unwrapped
 from fsdp_utils.sharding.units import ROOT, Unit, find_units, parameter_sizes, within
 from fsdp_utils.sharding.wrapping import UNEVEN, padding
 from fsdp_utils.torch_internals.fsdp import fsdp1_replicas, fsdp1_syncs, fsdp2_syncs, fsdp2_whole
 
+_SMALL = 0.1  # a block of which the root gathers a larger share is no unit
 _HALF = 0.5  # a unit that gathers a larger share of the parameters undoes most of what sharding saves
 _FEW_BYTES = 2**20  # less padding than this on each rank is not reported
 _LOW = (torch.bfloat16, torch.float16)
@@ -29,18 +29,7 @@ _WITHOUT_MASTERS = ("torch.optim.", "fsdp_utils.")
 _WAIT_S = 5.0  # for the other ranks; it may have been called on one rank only
 _HASH_S = 600.0  # that another rank may take longer to hash its copies
 
-Kind = TypeVar("Kind", bound=nn.Module)
-
-
-@dataclass
-class _Wrapped:
-    model: nn.Module
-    optimizer: Optimizer | None
-    units: list[Unit]
-    sizes: dict[Unit | None, dict[str, int]]
-
-    def modules(self, kind: type[Kind]) -> dict[str, Kind]:
-        return {plain_name(n) or ROOT: one for n, one in self.model.named_modules() if isinstance(one, kind)}
+_Sizes = dict[Unit | None, dict[str, int]]  # of parameter_sizes
 
 
 def check_sharding(model: nn.Module, optimizer: Optimizer | None = None) -> list[str]:
@@ -64,18 +53,23 @@ def check_sharding(model: nn.Module, optimizer: Optimizer | None = None) -> list
         print(check_sharding(model, optimizer))  # []
     """
     units = find_units(model, also_empty=True)
-    wrapped = _Wrapped(model, optimizer, units, parameter_sizes(model, units))
-    if not units and not wrapped.modules(DDP):
+    sizes = parameter_sizes(model, units)
+    if not units and not any(isinstance(one, DDP) for one in model.modules()):
         return ["The model is not sharded: it has no FSDP unit. Call shard(model), or fully_shard."]
-    return [problem for check in _CHECKS for problem in check(wrapped)]
+    return [
+        *(_units(model, units, sizes) if units else ()),
+        *_ties(model, sizes),
+        *_rows(model),
+        *_optimizer(model, units, params(optimizer)),
+        *_master_weights(model, optimizer),
+        *_gradient_sync(model, units),
+        *_copies(model),
+    ]
 
 
-def _units(wrapped: _Wrapped) -> Iterator[str]:
+def _units(model: nn.Module, units: list[Unit], by_unit: _Sizes) -> Iterator[str]:
     """Find the first mistake in the choice of units; further ones would follow from it."""
-    model, units, loose = wrapped.model, wrapped.units, wrapped.sizes[None]
-    if not units:  # DDP
-        return
-    root = units[0]
+    root, loose = units[0], by_unit[None]
     around = "Wrap the whole model in FSDP." if root.fsdp1 else "Call fully_shard(model) after its parts."
     if loose:
         yield (
@@ -85,12 +79,8 @@ def _units(wrapped: _Wrapped) -> Iterator[str]:
         return
     if root.name != ROOT and not all(unit.name.startswith(f"{root.name}.") for unit in units[1:]):
         container, _, number = root.name.rpartition(".")
-        if number.isdigit() and all(unit.name.rpartition(".")[0] == container for unit in units):
-            yield (
-                f"{len(units)} units lie side by side in {container or ROOT}, such as {root.name}, with none "
-                "around them: each is a root, which stays gathered after its forward by default, and nothing "
-                f"is gathered ahead of its use. {around}"
-            )
+        if number.isdigit() and {unit.name.rpartition(".")[0] for unit in units} == {container}:
+            yield f"{len(units)} units, such as {root.name}, lie in no other one and stay gathered. {around}"
         return  # several sharded models side by side have no common root
     blocks: dict[str, nn.Module] = {}
     with suppress(ValueError):
@@ -101,19 +91,19 @@ def _units(wrapped: _Wrapped) -> Iterator[str]:
     cure = f"Call fully_shard on each {kinds} before the model, or shard(model) instead."
     if root.fsdp1:
         cure = "Pass auto_wrap_policy=ModuleWrapPolicy(transformer_block_classes(model)) to FSDP."
-    sizes = {name: size for some in wrapped.sizes.values() for name, size in some.items()}
-    of_root = wrapped.sizes[root]
-    in_root = [name for name in blocks if _share(within(name, of_root), within(name, sizes)) > SMALL]
+    sizes = {name: size for some in by_unit.values() for name, size in some.items()}
+    of_root = by_unit[root]
+    in_root = [name for name in blocks if _share(within(name, of_root), within(name, sizes)) > _SMALL]
     if in_root and len(units) > 1:
         yield (
             f"{len(in_root)} of {len(blocks)} blocks ({kinds}) are not units, such as {in_root[0]}: they are "
             f"gathered with the root and stay gathered. {cure}"
         )
         return
-    for unit, own in ((unit, wrapped.sizes[unit]) for unit in units):
+    for unit in units:
+        own = by_unit[unit]
         held = [name for name in blocks if within(name, own)]
-        can_be_less = unit is root or len(held) > 1
-        if can_be_less and (share := _share(own, sizes)) > _HALF:
+        if (unit is root or len(held) > 1) and (share := _share(own, sizes)) > _HALF:
             yield (
                 f"{share:.0%} of the parameters are in one unit, {unit.name}, so that each rank holds them "
                 f"and their gradients whole at once; the largest is {max(own, key=own.__getitem__)}. "
@@ -126,12 +116,12 @@ def _share(part: dict[str, int], whole: dict[str, int]) -> float:
     return sum(part.values()) / max(1, sum(whole.values()))
 
 
-def _ties(wrapped: _Wrapped) -> Iterator[str]:
+def _ties(model: nn.Module, by_unit: _Sizes) -> Iterator[str]:
     """Find weights that transformers ties, but which are two parameters, and neither was replaced."""
-    found = {name: (size, unit) for unit, own in wrapped.sizes.items() for name, size in own.items()}
+    found = {name: (size, unit) for unit, own in by_unit.items() for name, size in own.items()}
     pairs = {
         tuple(sorted((plain_name(prefix, target), plain_name(prefix, source))))
-        for prefix, module in wrapped.model.named_modules()
+        for prefix, module in model.named_modules()
         for target, source in getattr(module, "all_tied_weights_keys", {}).items()
     }
     for a, b in sorted((a, b) for a, b in pairs if {a, b} <= found.keys() and found[a][0] == found[b][0]):
@@ -143,11 +133,11 @@ def _ties(wrapped: _Wrapped) -> Iterator[str]:
         yield f"{a} and {b} are tied but {are}: each would train on its own. {cure}"
 
 
-def _rows(wrapped: _Wrapped) -> Iterator[str]:
+def _rows(model: nn.Module) -> Iterator[str]:
     """Find parameters, such as experts, that are cut between fewer rows than the ranks can share evenly."""
     added: dict[str, float] = {}  # bytes of padding on each rank
     share = 0.0
-    for name, p in wrapped.model.named_parameters():
+    for name, p in model.named_parameters():
         if isinstance(p, DTensor) and p.dim() and p.placements[-1].is_shard() and p.numel():
             ranks = p.device_mesh.size(p.device_mesh.ndim - 1)
             share += p.nbytes / ranks
@@ -163,14 +153,14 @@ def _rows(wrapped: _Wrapped) -> Iterator[str]:
         )
 
 
-def _optimizer(wrapped: _Wrapped) -> Iterator[str]:
+def _optimizer(model: nn.Module, units: list[Unit], given: list[Any]) -> Iterator[str]:
     """Find an optimizer of other parameters than the sharded ones."""
-    held = [p for unit in wrapped.units if not unit.fsdp1 for part in unit.parts for p in part.fsdp_params]
-    whole, given = set(map(fsdp2_whole, held)), set(params(wrapped.optimizer))
-    own = {p.sharded_param for p in held} | (set(wrapped.model.parameters()) - whole)
+    held = [p for unit in units if not unit.fsdp1 for part in unit.parts for p in part.fsdp_params]
+    whole = set(map(fsdp2_whole, held))
+    own = {p.sharded_param for p in held} | (set(model.parameters()) - whole)
     # Other DTensors are of another sharded model, which the optimizer may train too.
-    strangers = {p for p in given - own if p in whole or not isinstance(p, DTensor)}
-    if wrapped.units and strangers and any(p.requires_grad and p not in given for p in own):
+    strangers = {p for p in set(given) - own if p in whole or not isinstance(p, DTensor)}
+    if units and strangers and any(p.requires_grad for p in own.difference(given)):
         yield (
             f"The optimizer holds {len(strangers)} parameters that are not the sharded model's, so its "
             "steps do not change the model. Build it from model.parameters() after sharding, before the "
@@ -178,15 +168,14 @@ def _optimizer(wrapped: _Wrapped) -> Iterator[str]:
         )
 
 
-def _master_weights(wrapped: _Wrapped) -> Iterator[str]:
+def _master_weights(model: nn.Module, optimizer: Optimizer | None) -> Iterator[str]:
     """Find trainable parameters in bf16 or fp16 under an optimizer that is known to keep no masters."""
-    optimizer = wrapped.optimizer
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner  # inside of Accelerate's
     # Those of the optimizer: between forward and backward the model may hold gathered copies in bf16.
     low = [p for p in params(optimizer) if p.requires_grad and p.dtype in _LOW]
     if optimizer and low and type(optimizer).step.__module__.startswith(_WITHOUT_MASTERS):
-        names = [plain_name(name) for name, p in wrapped.model.named_parameters() if p is low[0]]
+        names = [plain_name(name) for name, p in model.named_parameters() if p is low[0]]
         yield (
             f"{len(low)} trainable parameters are held in {str(low[0].dtype).removeprefix('torch.')}"
             f"{f' (such as {names[0]})' if names else ''}, and {type(optimizer).__name__} keeps no float32 "
@@ -200,11 +189,13 @@ def params(optimizer: Optimizer | None) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
 
 
-def _gradient_sync(wrapped: _Wrapped) -> Iterator[str]:
+def _gradient_sync(model: nn.Module, units: list[Unit]) -> Iterator[str]:
     """Find units whose gradients stay on their rank in the next backward."""
-    off = [name for name, one in wrapped.modules(DDP).items() if not one.require_backward_grad_sync]
-    off += [name for name, one in wrapped.modules(FSDP1).items() if not fsdp1_syncs(one)]
-    off += [one.name for one in wrapped.units if not one.fsdp1 and not all(map(fsdp2_syncs, one.parts))]
+    off = [unit.name for unit in units if not unit.fsdp1 and not all(map(fsdp2_syncs, unit.parts))]
+    for name, one in model.named_modules():
+        syncs = one.require_backward_grad_sync if isinstance(one, DDP) else True
+        if not syncs or (isinstance(one, FSDP1) and not fsdp1_syncs(one)):
+            off.append(plain_name(name) or ROOT)
     if off:
         yield (
             f"Gradient sync is off in {len(off)} units (such as {off[0]}): in the next backward each rank "
@@ -213,12 +204,13 @@ def _gradient_sync(wrapped: _Wrapped) -> Iterator[str]:
         )
 
 
-def _copies(wrapped: _Wrapped) -> Iterator[str]:
+def _copies(model: nn.Module) -> Iterator[str]:
     """Compare buffers, and parameters that several ranks hold, where all ranks share the model."""
-    if not has_peers() or not _is_of_all_ranks(wrapped):
+    if not has_peers() or not _is_of_all_ranks(model):
         return
-    parameters = {name: copy for name, copy in parameter_copies(wrapped.model).items() if copy.replicated}
-    buffers = {} if broadcasts_buffers(wrapped.model) else buffer_copies(wrapped.model)
+    parameters = {name: copy for name, copy in parameter_copies(model).items() if copy.replicated}
+    tensors = () if broadcasts_buffers(model) else model.named_buffers()
+    buffers = copies_of((plain_name(name), buffer) for name, buffer in tensors)
     if not (parameters or buffers):
         return
     waits = {"wait_s": _WAIT_S, "collective_s": _HASH_S}
@@ -232,26 +224,22 @@ def _copies(wrapped: _Wrapped) -> Iterator[str]:
     if some := [said for name, said in differ.items() if name in parameters]:
         yield (
             f"Replicas of a parameter differ between ranks: {some_names(some, '; ')}. Build the model with "
-            "one seed on all ranks; if they were the same once, look for ignored parameters, whose gradients "
-            "FSDP does not average, a step that only some ranks take, gradient sync that is off, and FSDP1's "
-            "HYBRID_SHARD over groups of one rank, which it does not average."
+            "one seed on all ranks; if they were the same once, look for a step that only some ranks take, "
+            "gradient sync that is off, and what FSDP does not average: ignored parameters, and FSDP1's "
+            "HYBRID_SHARD over groups of one rank."
         )
     if some := [said for name, said in differ.items() if name in buffers]:
         yield (
-            f"Buffers differ between ranks: {some_names(some, '; ')}. FSDP does not synchronise them: "
-            "broadcast them from rank 0 before evaluating and saving (batch norm's statistics: use "
-            "nn.SyncBatchNorm)."
+            f"Buffers differ between ranks: {some_names(some, '; ')}. Broadcast them from rank 0 before "
+            "evaluating and saving, as FSDP does not (batch norm's statistics: use nn.SyncBatchNorm)."
         )
 
 
-def _is_of_all_ranks(wrapped: _Wrapped) -> bool:
+def _is_of_all_ranks(model: nn.Module) -> bool:
     """Say whether all ranks share the model; False while FSDP2 has all of it gathered."""
-    sizes = [p.device_mesh.size() for p in wrapped.model.parameters() if isinstance(p, DTensor)]
-    sizes += [dist.get_world_size(module.process_group) for module in wrapped.modules(DDP).values()]
-    for unit in wrapped.modules(FSDP1).values():
-        replicas = fsdp1_replicas(unit)
-        sizes.append(dist.get_world_size(unit.process_group) * (replicas.size() if replicas else 1))
+    sizes = [p.device_mesh.size() for p in model.parameters() if isinstance(p, DTensor)]
+    for one in model.modules():
+        if isinstance(one, FSDP1 | DDP):
+            replicas = fsdp1_replicas(one)
+            sizes.append(dist.get_world_size(one.process_group) * (replicas.size() if replicas else 1))
     return max(sizes, default=0) == dist.get_world_size()
-
-
-_CHECKS = (_units, _ties, _rows, _optimizer, _master_weights, _gradient_sync, _copies)

@@ -4,12 +4,11 @@ Nothing marks uninitialised memory. So a save records a sum for each such buffer
 """
 
 import math
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_utils.sharding.local_part import is_readable
 from fsdp_utils.sharding.names import plain_name, some_names
@@ -20,23 +19,17 @@ _RELATIVE = 0.01  # another device, or bf16, changes a value by less
 _LARGEST, _SMALLEST = 1e4, 1e-6  # in fp16 and bf16, masks are -inf instead of a large number, and 1e-8 is 0
 
 
-def unsaved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that a state dict leaves out, with their plain names."""
-    for path, module in model.named_modules():
-        for leaf, buffer in module.named_buffers(recurse=False):
-            if leaf in unsaved_buffers(module):
-                yield plain_name(path, leaf), buffer
-
-
 def sizes(model: nn.Module) -> dict[str, Any]:
     """Take the shape and the sum of the absolute values of each buffer that is not saved, as plain data."""
     found: dict[str, Any] = {}
-    for name, buffer in unsaved(model):
-        if is_readable(buffer):
-            flat = buffer.detach().reshape(-1)
-            with suppress(NotImplementedError):  # such as of float4, which no operation reads
-                some = flat[:: max(1, flat.numel() // _SOME)].cpu().to(torch.complex128).abs()
-                found[name] = [list(buffer.shape), some.nan_to_num(_LARGEST).clamp(max=_LARGEST).sum().item()]
+    for path, module in model.named_modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if leaf in unsaved_buffers(module) and is_readable(buffer):
+                flat = buffer.detach().reshape(-1)
+                with suppress(NotImplementedError):  # such as of float4, which no operation reads
+                    some = flat[:: max(1, flat.numel() // _SOME)].cpu().to(torch.complex128).abs()
+                    size = some.nan_to_num(_LARGEST).clamp(max=_LARGEST).sum().item()
+                    found[plain_name(path, leaf)] = [list(buffer.shape), size]
     return found
 
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
-    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -19,9 +18,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_utils.distributed.agreement import agree, has_peers
 from fsdp_utils.sharding.blocks import separate, transformer_blocks
 from fsdp_utils.sharding.checkpointing import compute_again
-from fsdp_utils.sharding.copies import make_replicas_equal
+from fsdp_utils.sharding.local_part import is_readable, local
 
 UNEVEN = 0.05  # A parameter that needs more padding than this is cut elsewhere
 
@@ -40,8 +40,7 @@ def shard(
     Call it on all ranks, with the same model on each, and build the optimizer after it. A block that shares a
     parameter with another one or with the rest of the model stays in the root's unit, which is held in full
     for the whole step. Where embedding and head are large and your loss calls the head, give fully_shard the
-    embedding, then [norm, head], before. Scalar parameters, which FSDP2 cannot shard, stay on each rank in
-    full; their gradients are averaged in backward.
+    embedding, then [norm, head], before.
 
     A parameter is cut between rows if that gives each rank its share to within 5% of padding, else (8 experts
     on 32 ranks) along the first dimension that the ranks divide, which costs a copy at each all-gather. If
@@ -60,12 +59,12 @@ def shard(
             product. n: of every n-th block. What a block counts in its buffers counts twice.
 
     Returns:
-        The model. Each parameter but scalars is a DTensor now, with its full shape and its name.
+        The model. Each parameter is a DTensor now, with its full shape and its name.
 
     Raises:
-        ValueError: the strategy is unknown or does not go with the mesh; the model has no transformer blocks,
-            or FSDP1 or DDP has wrapped it; there is no process group. The model is unchanged then, and after
-            a TypeError.
+        ValueError: the strategy is unknown or does not go with the mesh; the model has no transformer blocks
+            or a scalar parameter, or FSDP1 or DDP has wrapped it; there is no process group. The model is
+            unchanged then, and after a TypeError.
         TypeError: offload_policy is not an OffloadPolicy.
         RuntimeError: this torch is too old for gloo; or, on every rank, replicas hold other parameters and
             buffers (build the model anew then).
@@ -84,8 +83,12 @@ def shard(
     mesh = _mesh(mesh, strategy)
     if any(isinstance(one, FullyShardedDataParallel | DistributedDataParallel) for one in model.modules()):
         raise ValueError("shard: expected a model without FSDP1 and DDP, found one that they have wrapped")
+    if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
+        raise ValueError(
+            f"shard: fully_shard doesn't support scalar parameters, found {scalars[0]}. Give it a dimension: "
+            "torch.ones(1) in place of torch.tensor(1.0)."
+        )
     blocks = list(transformer_blocks(model).values())
-    scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
     ranks = mesh.size(mesh.ndim - 1)
     policy = mp_policy or MixedPrecisionPolicy()
     options: dict[str, Any] = {
@@ -93,8 +96,6 @@ def shard(
         "offload_policy": offload_policy or OffloadPolicy(),
         "shard_placement_fn": lambda p: None if isinstance(p, DTensor) else Shard(dimension(p.shape, ranks)),
     }
-    if scalars:
-        options["ignored_params"] = set(map(model.get_parameter, scalars))
     of_blocks = {**options, "mp_policy": replace(policy, output_dtype=None)}
     if checkpointing is not None:
         compute_again(blocks, checkpointing)
@@ -103,12 +104,8 @@ def shard(
     if strategy == "grad_op":
         options["reshard_after_forward"] = False  # else torch's default, which is the same for a root
     fully_shard(model, mp_policy=policy, **options)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.register_forward_pre_hook(_gather_what_can_train, prepend=True)
-    if scalars:
-        _keep_equal(model, scalars, mesh)
-    make_replicas_equal(model, mesh)
+    if strategy == "hybrid" and has_peers():
+        _give_replicas_the_first_ones_values(model, mesh)
     return model
 
 
@@ -148,32 +145,20 @@ def _mesh(mesh: DeviceMesh | None, strategy: str) -> DeviceMesh:
     return mesh
 
 
-def _gather_what_can_train(unit: Any, _: Any) -> None:
-    """Gather the unit outside of inference mode: FSDP2 keeps the memory, which no training could use."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
-            unit.unshard()
-
-
-def _keep_equal(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
-    """Give all ranks the first rank's scalars (unless on meta), and average their gradients in backward."""
-    groups = mesh.get_all_groups()
-    for parameter in (p for p in map(model.get_parameter, names) if not p.is_meta):
-        parameter.data = parameter.data.to(mesh.device_type)  # fully_shard moves what it shards
-        for group in groups:
-            dist.broadcast(parameter.data, group=group, group_src=0)
-
-    def average(parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None  # the hook runs after it was accumulated
-        for group in groups:
-            dist.all_reduce(parameter.grad, group=group)
-            parameter.grad /= group.size()
-
-    def watch(*_: object) -> None:
-        """Before each forward: to_empty makes other parameters, and what was frozen may train."""
-        for parameter in map(model.get_parameter, names):
-            if parameter.requires_grad and "_averaged" not in vars(parameter):
-                vars(parameter)["_averaged"] = parameter.register_post_accumulate_grad_hook(average)
-
-    watch()
-    model.register_forward_pre_hook(watch)
+@torch.no_grad()
+def _give_replicas_the_first_ones_values(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Make replicas equal in parameters and buffers, as DDP does; those on meta have no values yet."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    alike = {name: f"{t.dtype} {list(t.shape)}{' on meta' * t.is_meta}" for name, t in named.items()}
+    ranks = agree("shard", dict, error=RuntimeError, topic="sharding")
+    with ranks.guard():
+        ranks.same("", alike, cure=". Build the model alike on all ranks, or on meta on all.")
+    for tensor in named.values():
+        part, groups = local(tensor.detach()), [mesh.get_group(0)]
+        if isinstance(tensor, DTensor):
+            dims = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
+            groups = [tensor.device_mesh.get_group(dim) for dim in dims]
+        for group in groups if is_readable(part) else []:
+            sent = part.to(mesh.device_type).contiguous()
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)  # gloo knows few dtypes
+            part.copy_(sent)

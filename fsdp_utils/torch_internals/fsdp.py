@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fsdp_utils.torch_internals.names import FLAT_PARAM
-
 if TYPE_CHECKING:
     from types import FrameType
 
@@ -30,11 +28,6 @@ def fsdp1_wrapped(module: FSDP1) -> nn.Module:
     return module._fsdp_wrapped_module
 
 
-def registered_flat(handle: Any) -> Tensor:
-    """The handle's flat parameter, or its replacement by nn.Module.to."""
-    return handle._fully_sharded_module._parameters.get(FLAT_PARAM, handle.flat_param)
-
-
 def fsdp1_dtypes(handle: Any) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes of the parameters at rest, and of the computation."""
     return handle._orig_param_dtype, handle._fwd_bwd_param_dtype
@@ -44,8 +37,8 @@ def fsdp1_backward_has_begun(handle: FlatParamHandle) -> bool:
     return getattr(handle, "_ran_pre_backward_hook", False)
 
 
-def fsdp1_replicas(module: FSDP1) -> Any:
-    """The process group over which a hybrid strategy averages replicas; None for the other strategies."""
+def fsdp1_replicas(module: nn.Module) -> Any:
+    """The process group over which a hybrid strategy averages replicas; None for all other modules."""
     return getattr(module, "_inter_node_pg", None)
 
 

@@ -41,11 +41,10 @@ def abort_groups(group: dist.ProcessGroup | None = None) -> None:
 
 
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Set the time-out of a group's collectives: torch.distributed.set_timeout, public from torch 2.15 on."""
-    import torch.distributed as dist
+    """Set the time-out of a group's collectives."""
+    from torch.distributed import distributed_c10d
 
-    public = getattr(dist, "set_timeout", None)
-    (public or dist.distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds), group)
+    distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def gloo_timeout(group: dist.ProcessGroup) -> float | None:
@@ -63,8 +62,6 @@ def set_gloo_timeout(group: dist.ProcessGroup, seconds: float) -> None:
 def _gloo(group: dist.ProcessGroup) -> Any:
     import torch.distributed as dist
 
-    if not dist.is_gloo_available():
-        return None
     for device in group._device_types:  # as torch's own setter of time-outs does
         backend = group_backend(group, device)
         if isinstance(backend, dist.ProcessGroupGloo):

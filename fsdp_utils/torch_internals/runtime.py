@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fsdp_utils.torch_internals.names import COMPILED, DYNAMO
@@ -87,18 +86,6 @@ def is_under_compile(module: nn.Module) -> bool:
 
 
 # devices
-
-
-def cpu_capabilities() -> Mapping[str, Any]:
-    """The CPU's instructions for bf16: torch.cpu.get_capabilities, where torch has it."""
-    import torch
-
-    if hasattr(torch.cpu, "get_capabilities"):
-        return dict(torch.cpu.get_capabilities())
-    if platform.machine().lower() in ("aarch64", "arm64"):
-        return {"bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported()}
-    questions = {"amx_bf16": "_is_amx_tile_supported", "avx512_bf16": "_is_avx512_bf16_supported"}
-    return {name: getattr(torch.cpu, ask, bool)() for name, ask in questions.items()}
 
 
 def hide_apple_gpu() -> None:
