@@ -46,7 +46,7 @@ class Save:
         self._problem: str | None = None
         self._thread: threading.Thread | None = None
         if asynchronous:
-            self._thread = threading.Thread(target=self._run, args=(write,), name="save_distributed")
+            self._thread = threading.Thread(target=self._run, args=(write,), name="save in the background")
             self._thread.start()
             global _in_flight
             _in_flight = self
