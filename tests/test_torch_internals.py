@@ -267,13 +267,12 @@ def test_process_groups_are_those_alive() -> None:
         assert groups.process_groups() == [world]
 
 
-@pytest.mark.parametrize("setter", ["set_group_timeout", "set_gloo_timeout"])
-def test_timeouts_of_gloo_are_set_and_read(setter: str) -> None:
+def test_the_timeout_of_a_group_is_set() -> None:
     with one_rank() as world:
         backend = groups.group_backend(world, CPU)
         assert isinstance(backend, dist.ProcessGroupGloo)
-        getattr(groups, setter)(world, 12.5)
-        assert groups.gloo_timeout(world) == 12.5
+        groups.set_group_timeout(world, 12.5)
+        assert backend.options._timeout.total_seconds() == 12.5
 
 
 def test_abort_groups_takes_one_or_all_off_the_list() -> None:
