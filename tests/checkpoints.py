@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fsdp_utils import CheckpointError
+from fsdp_utils import CheckpointError, run_on_ranks
 
 WORDS, WIDTH, BATCH = 11, 6, 12
 
@@ -89,20 +89,13 @@ WRAPPERS: dict[str, Wrap] = {
 KINDS = tuple(kind for kind in WRAPPERS if kind != "none")
 
 
-def build(
-    kind: str | Wrap, *, seed: int = 0, width: int = WIDTH, trained: str = ""
-) -> tuple[Any, torch.optim.AdamW]:
+def build(kind: str | Wrap, *, seed: int = 0, width: int = WIDTH) -> tuple[Any, torch.optim.AdamW]:
     """Build the model in a wrapper and its optimizer with two groups, of its blocks and of the rest.
 
-    Args:
-        kind: one of WRAPPERS, or a function that wraps the model.
-        trained: parameters whose names do not hold this are frozen, and in the optimizer all the same.
+    The wrapper is one of WRAPPERS, or a function that wraps the model.
     """
     torch.manual_seed(seed)
-    model: Any = Net(width)
-    for name, param in model.named_parameters():
-        param.requires_grad_(trained in name)
-    model = (WRAPPERS[kind] if isinstance(kind, str) else kind)(model)
+    model = (WRAPPERS[kind] if isinstance(kind, str) else kind)(Net(width))
     blocks = [param for name, param in model.named_parameters() if "blocks" in name]
     others = [param for name, param in model.named_parameters() if "blocks" not in name]
     return model, torch.optim.AdamW([{"params": blocks}, {"params": others, "lr": 3e-2}], lr=1e-2)
@@ -204,6 +197,16 @@ def outcome(call: Callable[[], object]) -> Outcome:
     except CheckpointError as caught:
         error, kind = str(caught), type(caught).__name__
     return Outcome(error, time.monotonic() - start, kind)
+
+
+def played(
+    scenes: Sequence[Callable[[Path], Any]], folder: Path, world_size: int = 2
+) -> dict[str, list[Any]]:
+    """Play scenes one after the other on ranks that are started once: what each returned, by rank."""
+    by_rank = run_on_ranks(lambda: [scene(folder) for scene in scenes], world_size=world_size, timeout=110)
+    return {
+        scene.__name__: list(found) for scene, found in zip(scenes, zip(*by_rank, strict=True), strict=True)
+    }
 
 
 def refusals(calls: Mapping[str, Callable[[], object]]) -> dict[str, str | None]:

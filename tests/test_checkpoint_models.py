@@ -1,6 +1,6 @@
 """Checkpoints of models: every wrapper, every placement, parts of models, frozen parameters and buffers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from fsdp_utils import CheckpointError, load_distributed, run_on_ranks, save_distributed
+from fsdp_utils import CheckpointError, load_distributed, save_distributed
 from tests.checkpoints import (
     KINDS,
     WORDS,
@@ -32,16 +32,19 @@ from tests.checkpoints import (
     by_blocks,
     fsdp1,
     fsdp2,
-    outcome,
+    played,
     rank,
     refusals,
     stored,
     train,
+    whole,
     wholes,
     world_size,
 )
 
+pytestmark = pytest.mark.timeout(300)
 Losses = list[float]
+Happened = tuple[Path, dict[str, list[Any]]]  # a folder, and what each scene returned by rank
 
 # ---- every wrapper -----------------------------------------------------------------------------------------
 
@@ -77,7 +80,7 @@ def save_all(folder: Path) -> dict[str, Losses]:
     return found
 
 
-def load_all(folder: Path, ways: list[tuple[str, str]]) -> list[Losses]:
+def load_into(folder: Path, ways: list[tuple[str, str]]) -> list[Losses]:
     """Load what one wrapper saved into another one and train on, as save_all does."""
     found = []
     for saver, kind in ways:
@@ -87,25 +90,29 @@ def load_all(folder: Path, ways: list[tuple[str, str]]) -> list[Losses]:
     return found
 
 
-def save_and_load(folder: Path) -> tuple[dict[str, Losses], list[Losses]]:
-    return save_all(folder), load_all(folder, [("fsdp2", kind) for kind in ALL])
+def load_into_all(folder: Path) -> list[Losses]:
+    return load_into(folder, [("fsdp2", kind) for kind in ALL])
 
 
-def test_training_goes_on_from_every_wrapper_into_every_wrapper(tmp_path: Path) -> None:
-    saved, loaded = run_on_ranks(save_and_load, tmp_path)[0]
-    assert loaded == list(saved.values())
-    names = stored(tmp_path / "fsdp2")
+def load_on_others(folder: Path) -> list[Losses]:
+    return load_into(folder, [*(("fsdp2", kind) for kind in KINDS), ("ddp", "fsdp2"), ("fsdp1", "fsdp2")])
+
+
+def test_training_goes_on_from_every_wrapper_into_every_wrapper(happened: Happened) -> None:
+    folder, found = happened
+    saved = found["save_all"][0]
+    assert found["load_into_all"][0] == list(saved.values())
+    names = stored(folder / "fsdp2")
     for kind, losses in saved.items():
         assert losses == pytest.approx(saved["fsdp2"], rel=1e-6), kind
-        assert stored(tmp_path / kind) == names, "a wrapper is part of a name"
+        assert stored(folder / kind) == names, "a wrapper is part of a name"
     # other ranks sum the same gradients in another order: float32, over two steps
     expected = pytest.approx(saved["fsdp2"], rel=1e-5)
-    ways = [("fsdp2", kind) for kind in KINDS] + [("ddp", "fsdp2"), ("fsdp1", "fsdp2")]
-    for losses in run_on_ranks(load_all, tmp_path, ways, world_size=3)[0]:
+    for losses in found["load_on_others"][0]:
         assert losses == expected
     for saver in ALL:
         model, optimizer = build("none", seed=1)
-        state = load_distributed(tmp_path / saver, model, optimizer)
+        state = load_distributed(folder / saver, model, optimizer)
         assert state["step"] == 2
         assert model.seen in (2, 4)  # the model's own state that is no tensor; to recompute counts, too
         assert train(model, optimizer, Data(state["place"]), 2) == expected, saver
@@ -164,8 +171,7 @@ BUFFERS = (
 )
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str | tuple[str, ...]]] = {
     "FSDP2(experts)": (lambda: fully_shard(m := Mixture(own=True), ignored_params={m.experts}), EXPERTS),
-    "FSDP1(experts)": (lambda: fsdp1(m := Mixture(own=True), ignored_states=[m.experts]), EXPERTS),
-    "FSDP1(DDP)": (lambda: fsdp1(DDP(Net())), "found DDP inside of it"),
+    "FSDP1(DDP)": (lambda: fsdp1(DDP(Net())), "found DDP or tensor parallelism inside of it"),
     "FSDP1(compile)": (lambda: fsdp1(compiled(Net())), (HIDDEN, "put FSDP1 inside of torch.compile")),
     "meta": (lambda: fsdp2(Net().to("meta")), "model.embed.weight: expected values in memory"),
     "buffers": (lambda: own_buffers(build("fsdp2")[0]), BUFFERS),
@@ -176,37 +182,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str | tuple[str, ...]]] = {
 
 def refused(folder: Path) -> dict[str, str | None]:
     torch.manual_seed(0)
-    models = {name: make() for name, (make, _) in REFUSED.items()}
-    return refusals({name: partial(save_distributed, folder, one, step=1) for name, one in models.items()})
+    models, place = {name: make() for name, (make, _) in REFUSED.items()}, folder / "refused"
+    return refusals({name: partial(save_distributed, place, one, step=1) for name, one in models.items()})
 
 
-def test_models_that_cannot_be_saved_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    assert_told(run_on_ranks(refused, tmp_path), {name: words for name, (_, words) in REFUSED.items()})
-    assert not list(tmp_path.glob("*-step-*"))
-
-
-def fail_before_a_gather(folder: Path) -> tuple[str | None, float, bool]:
-    """Rank 1 fails where FSDP1 would gather: rank 0 waits in a collective of the model's own group."""
-    model, optimizer = build("fsdp1")
-    train(model, optimizer, Data(), 1)
-    options = model.process_group._get_backend(torch.device("cpu")).options
-    before = options._timeout
-
-    def hook(*_: Any) -> None:
-        raise MemoryError("not enough for the state dict")
-
-    if rank() == 1:
-        model.register_state_dict_pre_hook(hook)
-    dist.barrier()
-    found = outcome(lambda: save_distributed(folder, model, optimizer, step=1, wait_s=3.0))
-    return *found[:2], options._timeout == before
-
-
-def test_a_rank_that_fails_before_a_gather_of_fsdp1_is_not_waited_for_long(tmp_path: Path) -> None:
-    for error, seconds, restored in run_on_ranks(fail_before_a_gather, tmp_path, timeout=30):
-        assert "rank 1: MemoryError: not enough for the state dict" in str(error)
-        assert seconds < 10
-        assert restored, "the group keeps another timeout"
+def test_models_that_cannot_be_saved_are_refused_on_all_ranks(happened: Happened) -> None:
+    folder, found = happened
+    assert_told(found["refused"], {name: words for name, (_, words) in REFUSED.items()})
+    assert not list((folder / "refused").glob("*-step-*"))
 
 
 # ---- every placement ---------------------------------------------------------------------------------------
@@ -243,84 +226,76 @@ def laid_out(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def placements(model: nn.Module) -> list[Any]:
-    return [getattr(param, "placements", None) for param in model.parameters()]
+# of a tensor in the state, over a mesh of 2 x 2 ranks; 5 rows do not divide among 2, 3 or 4
+PLACEMENTS: list[list[Any]] = [
+    [Shard(0), Shard(1)],
+    [Shard(1), Shard(0)],
+    [Shard(0), Shard(0)],
+    [Replicate(), Shard(1)],
+    [Shard(-1), Replicate()],
+    [Replicate(), Replicate()],
+]
+NUMBERS = torch.arange(20.0).reshape(5, 4)
 
 
-def load_layouts(folder: Path, ways: list[tuple[str, str]], expected: dict[str, Tensor]) -> list[str]:
-    """What did not come back as it was, from one layout into another."""
-    wrong = []
+def placements(tensors: Iterable[Any]) -> list[Any]:
+    return [getattr(one, "placements", None) for one in tensors]
+
+
+def load_layouts(folder: Path, ways: list[tuple[str, str]]) -> list[str]:
+    """What did not come back as it was, or not sharded as the model is, from one layout into another."""
+    wrong, expected = [], wholes(*laid_out("copies", 0))
     for saved, layout in ways:
         model, optimizer = laid_out(layout, 1)
-        before = placements(model)
-        load_distributed(folder / saved, model, optimizer)
+        before = placements(model.parameters())
+        state = load_distributed(folder / "layouts" / saved, model, optimizer)
+        average, (tensors, number) = state["average"], state["by place"]
         found = wholes(model, optimizer)
         names = [name for name, value in expected.items() if not torch.equal(found[name], value)]
-        if names or placements(model) != before:
+        names += [
+            name for name, one in average.items() if not torch.equal(whole(one), 2 * expected[name[7:]])
+        ]
+        names += [f"{n}" for n, one in enumerate(tensors) if not torch.equal(whole(one), NUMBERS)]
+        names += [f"{n} is whole" for n, one in enumerate(tensors) if isinstance(one, DTensor) != any(before)]
+        if names or [placements(model.parameters()), number] != [before, 7]:
             wrong.append(f"{saved} -> {layout}: {names}")
+        if saved == layout and placements(average.values()) != before:
+            wrong.append(f"{saved}: the average is not sharded as the model: {average}")
     return wrong
 
 
-def save_and_load_layouts(folder: Path, expected: dict[str, Tensor]) -> list[str]:
+def save_and_load_layouts(folder: Path) -> list[str]:
+    square = init_device_mesh("cpu", (2, 2))
+    tensors = [distribute_tensor(NUMBERS, square, one) for one in PLACEMENTS]
     for layout in LAYOUTS:
-        save_distributed(folder / layout, *laid_out(layout, 0), step=1)
-    return load_layouts(folder, [("columns", layout) for layout in LAYOUTS], expected)
+        model, optimizer = laid_out(layout, 0)
+        average = {f"module.{name}": 2 * param.detach() for name, param in model.named_parameters()}
+        state: dict[str, Any] = {"average": average, "by place": (tensors, 7)}
+        save = save_distributed(
+            folder / "layouts" / layout, model, optimizer, step=1, state=state, asynchronous=True
+        )
+        for one in average.values():
+            one.zero_()  # what was given may change
+        save.wait()
+    return load_layouts(folder, [(saved, layout) for layout in LAYOUTS for saved in {"columns", layout}])
 
 
-def test_every_placement_loads_into_every_other_on_any_number_of_ranks(tmp_path: Path) -> None:
+def load_layouts_on_others(folder: Path) -> list[str]:
+    return load_layouts(folder, [(layout, "rows") for layout in LAYOUTS])
+
+
+def test_every_placement_loads_into_every_other_on_any_number_of_ranks(happened: Happened) -> None:
+    folder, found = happened
     expected = wholes(*laid_out("copies", 0))
     assert len(expected) == 5 * (1 + 3)  # parameters, and what AdamW holds of each
-    assert run_on_ranks(save_and_load_layouts, tmp_path, expected, world_size=4) == [[]] * 4
-    numbers = sum(value.nbytes for value in expected.values())
-    for folder in tmp_path.iterdir():  # a part that several ranks hold is written once
-        headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in folder.rglob("rank-*"))
-        assert sum(file.stat().st_size for file in folder.rglob("rank-*")) - headers == numbers
-    ways = [(layout, "rows") for layout in LAYOUTS]
-    assert run_on_ranks(load_layouts, tmp_path, ways, expected, world_size=3) == [[]] * 3
-    assert load_layouts(tmp_path, [(layout, "copies") for layout in LAYOUTS], expected) == []
-
-
-# ---- frozen parameters -------------------------------------------------------------------------------------
-
-ADAPTED = ("fsdp2", "fsdp1 with use_orig_params")
-FROZEN = [name for name, _ in Net().named_parameters() if "blocks.1" not in name]
-
-
-def adapted(kind: str, factor: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same frozen base for any factor, another trained block."""
-    model, optimizer = build(kind, trained="blocks.1")
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(factor if param.requires_grad else 1)
-    return model, optimizer
-
-
-def save_adapters(folder: Path) -> Losses:
-    losses = []
-    for kind in ADAPTED:
-        (model, optimizer), data = adapted(kind, 1), Data()
-        train(model, optimizer, data, 2)
-        save_distributed(folder / kind, model, optimizer, step=1, ignore_frozen_params=True)
-        losses = train(model, optimizer, Data(), 2)
-    return losses
-
-
-def load_adapters(folder: Path, kinds: tuple[str, ...]) -> list[tuple[list[str], list[str], Losses]]:
-    found = []
-    for path in folder.iterdir():
-        for kind in kinds:
-            model, optimizer = adapted(kind, 2)
-            loaded = load_distributed(path, model, optimizer, ignore_frozen_params=True)
-            found.append((loaded.missing_keys, loaded.unexpected_keys, train(model, optimizer, Data(), 2)))
-    return found
-
-
-def test_adapters_go_on_over_the_base_that_is_there(tmp_path: Path) -> None:
-    expected = pytest.approx(run_on_ranks(save_adapters, tmp_path)[0], rel=1e-4)
-    assert not {f"model.{name}" for name in FROZEN} & stored(tmp_path / "fsdp2")
-    alone = load_adapters(tmp_path, ("none",))
-    for found in (alone, *run_on_ranks(load_adapters, tmp_path, ADAPTED, world_size=3)):
-        assert found == [(FROZEN, [], expected)] * len(found)
+    assert found["save_and_load_layouts"] == [[]] * 4
+    assert found["load_layouts_on_others"] == [[]] * 3
+    averages = sum(param.nbytes for param in Mixture().parameters())
+    numbers = sum(value.nbytes for value in expected.values()) + averages + len(PLACEMENTS) * NUMBERS.nbytes
+    for layout in LAYOUTS:  # a part that several ranks hold is written once
+        files = [file.read_bytes() for file in (folder / "layouts" / layout).rglob("*.safetensors")]
+        assert sum(len(file) - 8 - int.from_bytes(file[:8], "little") for file in files) == numbers
+    assert load_layouts(folder, [(layout, "copies") for layout in LAYOUTS]) == []
 
 
 # ---- another model -----------------------------------------------------------------------------------------
@@ -333,8 +308,12 @@ def with_score(model: Net) -> Any:
     return fsdp2(model)
 
 
+def save_step_1(folder: Path) -> Path:
+    return save_distributed(folder / "one", build("fsdp2")[0], step=1).wait()
+
+
 def load_what_both_have(folder: Path) -> tuple[Any, ...]:
-    model, _ = build(with_score, seed=1)
+    folder, (model, _) = folder / "one", build(with_score, seed=1)
     before, expected = wholes(model), wholes(build("fsdp2")[0])
     wide, other = build("fsdp2", width=8)[0], nn.ModuleDict({"other": nn.Linear(2, 2)})
     half = fsdp2(Net().bfloat16())
@@ -355,9 +334,8 @@ def load_what_both_have(folder: Path) -> tuple[Any, ...]:
     return told, kept, all(right), dict(loaded), loaded.missing_keys, sorted(loaded.unexpected_keys)
 
 
-def test_a_model_takes_what_fits_and_is_told_the_rest(tmp_path: Path) -> None:
-    run_on_ranks(lambda: save_distributed(tmp_path, build("fsdp2")[0], step=1).wait())
-    by_rank = run_on_ranks(load_what_both_have, tmp_path, world_size=3)
+def test_a_model_takes_what_fits_and_is_told_the_rest(happened: Happened) -> None:
+    by_rank = happened[1]["load_what_both_have"]
     gone = sorted(name for name in Net().state_dict() if name.startswith("blocks.1"))
     for _, *found in by_rank:
         assert found == [True, True, {"step": 1}, ["score.weight", "score.bias"], gone]
@@ -409,26 +387,26 @@ def test_a_load_names_the_buffers_that_were_never_computed(tmp_path: Path) -> No
 
 def buffers_of_ranks(folder: Path) -> bool:
     """DDP broadcasts rank 0's buffers before the next step; nobody saves the others."""
-    save_distributed(folder / "ddp", own_buffers(build("ddp")[0]), step=1)
+    save_distributed(folder / "of ddp", own_buffers(build("ddp")[0]), step=1)
     into, _ = build("fsdp2")
     expected = wholes(into)
     for block in into.blocks:
         block.cache += rank()
     save_distributed(folder / "unsaved", into, step=1)
-    load_distributed(folder / "ddp", into)
+    load_distributed(folder / "of ddp", into)
     return all(torch.equal(value, expected[name]) for name, value in wholes(into).items())
 
 
-def test_buffers_that_ddp_broadcasts_or_nobody_saves_may_differ(tmp_path: Path) -> None:
-    assert run_on_ranks(buffers_of_ranks, tmp_path) == [True, True]
+def test_buffers_that_ddp_broadcasts_or_nobody_saves_may_differ(happened: Happened) -> None:
+    assert happened[1]["buffers_of_ranks"] == [True, True]
 
 
 # ---- plain readers -----------------------------------------------------------------------------------------
 
 
-def load_with_plain_dcp(path: Path) -> bool:
+def load_with_plain_dcp(folder: Path) -> bool:
     """Read with torch's own reader of safetensors, into the shards of any number of ranks."""
-    kind = "fsdp2" if dist.is_initialized() else "none"
+    kind, (path,) = "fsdp2" if dist.is_initialized() else "none", (folder / "one").glob("*-step-1")
     expected, (model, _) = wholes(build(kind)[0]), build(kind, seed=1)
     tensors = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
     del tensors["head.weight"]  # tied
@@ -438,11 +416,25 @@ def load_with_plain_dcp(path: Path) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # that there is no process group
-def test_torchs_own_reader_reads_the_model_of_a_checkpoint(tmp_path: Path) -> None:
-    run_on_ranks(lambda: save_distributed(tmp_path, *build("fsdp2"), step=1).wait())
-    (path,) = tmp_path.glob("*-step-1")
-    assert all(run_on_ranks(load_with_plain_dcp, path, world_size=3))
-    assert load_with_plain_dcp(path)
-
+def test_torchs_own_reader_reads_the_model_of_a_checkpoint(happened: Happened) -> None:
+    folder, found = happened
+    assert all([*found["load_with_plain_dcp"], load_with_plain_dcp(folder)])
     expected = {f"model.{name}" for name in wholes(build("none")[0])} - {"model.head.weight"}  # tied
-    assert {key for key in stored(path) if key.startswith("model.")} == expected
+    assert {key for key in stored(folder / "one") if key.startswith("model.")} == expected
+
+
+# ---- all that happens on ranks -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def happened(tmp_path_factory: pytest.TempPathFactory) -> Happened:
+    folder = tmp_path_factory.mktemp("models")
+    return folder, {
+        **played([save_and_load_layouts], folder, world_size=4),
+        **played([save_all, load_into_all, save_step_1, refused, buffers_of_ranks], folder),
+        **played(
+            [load_on_others, load_layouts_on_others, load_what_both_have, load_with_plain_dcp],
+            folder,
+            world_size=3,
+        ),
+    }

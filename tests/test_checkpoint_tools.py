@@ -14,7 +14,7 @@ import torch
 from blake3 import blake3
 from safetensors import safe_open
 
-from fsdp_utils import export_safetensors, run_on_ranks, save_distributed
+from fsdp_utils import run_on_ranks, save_distributed
 from tests.checkpoints import Data, build, train, wholes
 
 
@@ -63,13 +63,10 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
-    """Everything in the folder's safetensors files, read by the library of that name."""
-    tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            assert file.metadata() == {"format": "pt"}
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-    return tensors
+    """Everything in model.safetensors, read by the library of that name."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
 
 
 # ---- what is there -----------------------------------------------------------------------------------------
@@ -78,7 +75,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 def test_the_manifest_says_what_is_in_the_checkpoint_and_no_file_where_it_was_written(run: Path) -> None:
     checkpoint = run / "000002-step-2"
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    expected = {"format": 3, "step": 2, "world_size": 2, "torch": torch.__version__, "model": "Net"}
+    expected = {"format": 4, "step": 2, "world_size": 2, "torch": torch.__version__, "model": "Net"}
     expected |= {"optimizer": "AdamW", "tied": {"head.weight": "embed.weight"}}
     assert {key: manifest[key] for key in expected} == expected
     assert {path.name for path in checkpoint.iterdir()} == {*manifest["files"], "manifest.json"}
@@ -129,10 +126,10 @@ def test_verify_takes_a_directory_a_checkpoint_or_a_step(run: Path, command: Com
 
 def test_what_is_wrong_ends_with_1_and_one_line(run: Path, tmp_path: Path, command: Command) -> None:
     damaged = shutil.copytree(run, tmp_path / "damaged")
-    (damaged / "000002-step-2" / "state.json").write_text("{")
+    (damaged / "000002-step-2" / "rank-00000.safetensors").write_text("{")
     for arguments, told in (
-        (["verify", damaged], f"{damaged}/000002-step-2/state.json: expected"),
-        (["export", damaged, tmp_path / "out"], f"{damaged}/000002-step-2/state.json: expected"),
+        (["verify", damaged], f"{damaged}/000002-step-2/rank-00000.safetensors: expected"),
+        (["export", damaged, tmp_path / "out"], f"{damaged}/000002-step-2/rank-00000.safetensors: expected"),
         (["verify", tmp_path / "none"], f"{tmp_path}/none: expected"),
         (["inspect", tmp_path], f"{tmp_path}: expected"),
         (["list", "s3://bucket/run"], "expected the path"),
@@ -142,43 +139,21 @@ def test_what_is_wrong_ends_with_1_and_one_line(run: Path, tmp_path: Path, comma
         assert (said.code, said.out) == (1, "")
         assert said.err.startswith("CheckpointError: ")
         assert told in said.err
-    for size, code, told in (
-        *(
-            (size, 1, "CheckpointError: expected shard_gib to be above 0")
-            for size in ("-1", "0", "nan", "inf")
-        ),
-        ("4GiB", 2, "--shard-gib: invalid float value: '4GiB'"),
-    ):
-        said = command("export", run, tmp_path / "out", "--shard-gib", size)
-        assert (said.code, told in said.err) == (code, True), said.err
     assert not (tmp_path / "out").exists()
 
 
 # ---- export ------------------------------------------------------------------------------------------------
 
 
-def test_the_model_is_exported_without_what_is_tied(saved: tuple[Path, Any], tmp_path: Path) -> None:
-    run, expected = saved
-    for source in (run, run / "000001-step-1"):
-        export_safetensors(source, tmp_path / source.name)
-        assert [path.name for path in (tmp_path / source.name).iterdir()] == ["model.safetensors"]
-        found = read(tmp_path / source.name)
-        assert found.keys() == expected.keys() - {"head.weight"}
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
-
-
-def test_large_models_are_cut_into_files_with_an_index(
+def test_the_model_is_exported_without_what_is_tied(
     saved: tuple[Path, Any], tmp_path: Path, command: Command
 ) -> None:
-    said = command("export", saved[0], tmp_path, "--step", 1, "--shard-gib", 600 / 2**30)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
-    assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
-    assert len(files) > 2
-    found = read(tmp_path)
-    assert index["weight_map"].keys() == found.keys()
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
-    assert (said.code, said.out.startswith(f"{tmp_path}: ")) == (0, True)
-    for name, file in index["weight_map"].items():
-        with safe_open(tmp_path / file, "pt") as opened:
-            assert name in opened.keys()  # noqa: SIM118 (it is no dict)
+    run, expected = saved
+    for arguments in ([run], [run / "000001-step-1"], [run, "--step", 2]):
+        source, *options = arguments
+        said = command("export", source, tmp_path / "out", *options)
+        assert (said.code, said.out.startswith(f"{tmp_path}/out: ")) == (0, True)
+        assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+        found = read(tmp_path / "out")
+        assert found.keys() == expected.keys() - {"head.weight"}
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())

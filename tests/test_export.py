@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed"),
 ]
 
-SMALL = 2000 / 2**30  # GiB of a file
 LORA: dict[str, dict[str, Any]] = {
     "plain": {"target_modules": ["q_proj", "down_proj"]},
     "patterns": {
@@ -83,10 +82,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ten
 
 
 def test_transformers_reads_what_is_exported(saved: tuple[Path, Any], tmp_path: Path) -> None:
-    for name, limit in (("plain", SMALL), ("conv1d", 4.0), ("conv1d", SMALL)):  # the second has tied weights
+    for name in ("plain", "conv1d"):  # the second has tied weights
         expected = base_of(name)
-        out = export_safetensors(saved[0] / "base" / name, tmp_path / f"{name} {limit}", shard_gib=limit)
-        assert (len(list(out.glob("*.safetensors"))) > 1) == (limit < 1)
+        out = export_safetensors(saved[0] / "base" / name, tmp_path / name)
         found = transformers.AutoModelForCausalLM.from_pretrained(out)
         assert type(found) is type(expected)
         assert torch.equal(logits(found), logits(expected.eval()))

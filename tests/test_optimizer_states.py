@@ -69,36 +69,51 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float()
 
 
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
 @on_ranks()
-def test_8bit_states_come_back_from_dcp_in_float32_and_plain_ones_are_mixed_up(tmp_path: Path) -> None:
+def test_which_states_dcp_mixes_up_and_which_groups_and_parameters_optimizers_refuse(tmp_path: Path) -> None:
     """tests/test_checkpoint_optimizers.py has both for save_distributed."""
     assert came_back(str(tmp_path / "sharded"), False) == (True, torch.float32)
     right = [False, False]
     dist.all_gather_object(right, came_back(str(tmp_path / "plain"), True)[0])
     assert right != [True, True]
 
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model, ignored_params=set(model[0].parameters()))
+    model(torch.randn(4, 8)).sum().backward()
+    groups = [{"params": list(layer.parameters())} for layer in model]
+    for way in ("foreach", "fused"):
+        mixed = error_of(lambda way=way: torch.optim.AdamW(model.parameters(), **{way: True}).step())
+        assert "got mixed torch.Tensor and DTensor" in mixed
+        assert error_of(lambda way=way: torch.optim.AdamW(groups, **{way: True}).step()) == ""
+    flat = FSDP(nn.Linear(8, 8), use_orig_params=True, device_id=torch.device("cpu"))
+    muon = error_of(lambda: torch.optim.Muon(flat.parameters()))
+    assert "Muon only supports 2D parameters" in muon
+
 
 @on_ranks()
 def test_hooks_of_an_optimizer_may_move_its_states_around_each_step() -> None:
     moves: list[str] = []
 
-    def moved_to(place: str) -> Any:
-        def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            for state in optimizer.state.values():
-                state.update({name: tensor.to(place) for name, tensor in state.items() if name != "step"})
-                moves.append(place)
-
-        return hook
-
-    plain, _ = trained(torch.optim.AdamW, 3)
+    def move(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for state in optimizer.state.values():
+            state.update({name: tensor.to("cpu") for name, tensor in state.items() if name != "step"})
+            moves.append("cpu")
 
     def with_hooks(params: Any) -> torch.optim.Optimizer:
         optimizer = torch.optim.AdamW(params)
-        optimizer.register_step_pre_hook(moved_to("cpu"))
-        optimizer.register_step_post_hook(moved_to("cpu"))
+        optimizer.register_step_pre_hook(move)
+        optimizer.register_step_post_hook(move)
         return optimizer
 
-    hooked, _ = trained(with_hooks, 3)
+    plain, hooked = (trained(one, 3)[0] for one in (torch.optim.AdamW, with_hooks))
     assert torch.equal(full(plain.weight), full(hooked.weight))
     assert len(moves) == 5  # before the first step there is no state
 
@@ -125,28 +140,7 @@ def collectives_of_muon(rows: int) -> int:
 
 
 def test_dtensor_needs_more_collectives_for_a_large_matrix() -> None:
-    assert run_on_ranks(collectives_of_muon, 96, world_size=3)[0] == 16
-    assert run_on_ranks(collectives_of_muon, 1024, world_size=3)[0] == 26
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return ""
-
-
-@on_ranks()
-def test_a_group_for_sharded_and_one_for_ignored_parameters_and_no_muon_for_flat_ones() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    fully_shard(model, ignored_params=set(model[0].parameters()))
-    model(torch.randn(4, 8)).sum().backward()
-    groups = [{"params": list(layer.parameters())} for layer in model]
-    for way in ("foreach", "fused"):
-        mixed = error_of(lambda way=way: torch.optim.AdamW(model.parameters(), **{way: True}).step())
-        assert "got mixed torch.Tensor and DTensor" in mixed
-        assert error_of(lambda way=way: torch.optim.AdamW(groups, **{way: True}).step()) == ""
-    flat = FSDP(nn.Linear(8, 8), use_orig_params=True, device_id=torch.device("cpu"))
-    muon = error_of(lambda: torch.optim.Muon(flat.parameters()))
-    assert "Muon only supports 2D parameters" in muon
+    counts = run_on_ranks(
+        lambda: [collectives_of_muon(rows) for rows in (96, 1024)], world_size=3, timeout=110
+    )
+    assert counts == [[16, 26]] * 3

@@ -258,9 +258,8 @@ def test_process_groups_are_those_alive_and_abort_takes_one_or_all_off_the_list(
         assert groups.process_groups() == [world]
         backend = groups.group_backend(world, CPU)
         assert isinstance(backend, dist.ProcessGroupGloo)
-        for number, setter in enumerate((groups.set_group_timeout, groups.set_gloo_timeout), 12):
-            setter(world, number)
-            assert groups.gloo_timeout(world) == number
+        groups.set_group_timeout(world, 12.5)
+        assert backend.options._timeout.total_seconds() == 12.5
         groups.abort_groups()
         assert groups.process_groups() == []
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

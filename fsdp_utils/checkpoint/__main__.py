@@ -35,7 +35,6 @@ def main(arguments: list[str] | None = None) -> int:
         if name != "list":
             command.add_argument("--step", type=int, help="which checkpoint of the directory")
     command.add_argument("out_dir", type=Path, help="the folder to write; made if it is not there")
-    command.add_argument("--shard-gib", type=float, default=4.0, help="largest file, in GiB (default: 4)")
     command.add_argument("--prefix", default="", help="export what these names begin with, without it")
     command.add_argument("--adapter-only", action="store_true", help="the LoRA adapter, for peft")
     options = parser.parse_args(arguments)
@@ -88,8 +87,8 @@ def _verify(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    settings = {name: getattr(options, name) for name in ("shard_gib", "prefix", "adapter_only")}
-    out = export_safetensors(options.checkpoint, options.out_dir, **settings)
+    adapter_only, prefix = options.adapter_only, options.prefix
+    out = export_safetensors(options.checkpoint, options.out_dir, prefix=prefix, adapter_only=adapter_only)
     print(f"{options.out_dir}: {_size(_bytes_of(out))}")
 
 

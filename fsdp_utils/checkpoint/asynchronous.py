@@ -42,34 +42,28 @@ class Save:
         path = save.wait()
     """
 
-    def __init__(self, path: Path, write: Callable[[], None], *, asynchronous: bool) -> None:
-        global _in_flight
-        self._path = path
+    def __init__(self, write: Callable[[], Path], *, asynchronous: bool) -> None:
         self._problem: str | None = None
-        self._over = threading.Event()
-        if not asynchronous:
-            write()
-            self._over.set()
-            return
-        _in_flight = self
-        try:
-            threading.Thread(target=self._run, args=(write,), name=f"save {path.name}").start()
-        except RuntimeError:  # no more threads; the other ranks count on this one
-            self._run(write)
+        self._thread: threading.Thread | None = None
+        if asynchronous:
+            self._thread = threading.Thread(target=self._run, args=(write,), name="save in the background")
+            self._thread.start()
+            global _in_flight
+            _in_flight = self
+        else:
+            self._path = write()
 
-    def _run(self, write: Callable[[], None]) -> None:
+    def _run(self, write: Callable[[], Path]) -> None:
         try:
-            write()
+            self._path = write()
         # Only the text is kept: the frames of an exception hold connections, which other ranks see close.
         except BaseException as error:  # nobody else would hear of it
             kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
             self._problem = f"{kind}{error}"
-        finally:
-            self._over.set()
 
     def done(self) -> bool:
         """Whether the save has ended, successfully or not."""
-        return self._over.is_set()
+        return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
         """Wait until the checkpoint is committed, and return its path. Each of its steps has a limit.
@@ -80,7 +74,8 @@ class Save:
             CheckpointError: it was not saved; says why. Raised by every call of this; the next save or load
                 raises it too, unless it was raised here before.
         """
-        self._over.wait()
+        if self._thread is not None:
+            self._thread.join()
         global _in_flight
         if _in_flight is self:
             _in_flight = None

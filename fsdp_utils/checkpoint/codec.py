@@ -7,50 +7,34 @@ strings. All else is an object {"!": kind, "value": ...}.
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.torch_internals.names import ShardedTensor
 
 _KIND = "!"
-_MOST_ARRAY_BYTES = 1 << 20  # the state of a NumPy generator has 2.5 KB
 # Types that are stored as a list of their parts; a mapping's parts are pairs of a key and a value.
 _CONTAINERS: dict[str, type] = {
-    one.__name__: one for one in (tuple, torch.Size, set, frozenset, dict, OrderedDict, Counter)
+    one.__name__: one for one in (list, tuple, torch.Size, set, frozenset, dict, OrderedDict, Counter)
 }
-
-
-def _pack_array(array: Any) -> list[Any]:
-    shape = list(array.shape) if isinstance(array, np.ndarray) else None
-    return [array.dtype.str, shape, array.tobytes().hex()]
-
-
-def _unpack_array(packed: list[Any]) -> Any:
-    dtype, shape, data = packed
-    flat = np.frombuffer(bytes.fromhex(data), dtype=np.dtype(dtype))
-    return flat[0] if shape is None else flat.reshape(shape).copy()
-
-
 # Other types, with how they are written to JSON and read from it.
-_ATOMS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "float": (float, lambda value: _pack_array(np.float64(value)), lambda one: float(_unpack_array(one))),
-    "complex": (complex, lambda value: _pack_array(np.array(value)), lambda one: complex(_unpack_array(one))),
+_ATOMS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "float": (float, float.hex, float.fromhex),  # not a number, or infinite
     "bytes": (bytes, bytes.hex, bytes.fromhex),
-    "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
-    "dtype": (
-        torch.dtype,
-        lambda value: str(value).removeprefix("torch."),
-        lambda name: getattr(torch, name),
-    ),
     "device": (torch.device, str, torch.device),
-    "numpy": (np.ndarray, _pack_array, _unpack_array),
+    "dtype": (torch.dtype, lambda one: str(one).removeprefix("torch."), lambda name: getattr(torch, name)),
+    "numpy": (
+        np.generic,
+        lambda one: [one.dtype.str, one.tobytes().hex()],
+        lambda packed: np.frombuffer(bytes.fromhex(packed[1]), np.dtype(packed[0]))[0],
+    ),
 }
-_NAMES = {kind: name for name, (kind, *_) in _ATOMS.items()}
 
 
 def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
@@ -58,21 +42,20 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     kind: Any = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
-    if kind is list:
-        return [encode(part, f"{where}.{index}", tensors) for index, part in enumerate(value)]
-    if kind is dict and _KIND not in value and all(type(key) is str for key in value):
-        return {key: encode(part, f"{where}.{key}", tensors) for key, part in value.items()}
     if kind in _CONTAINERS.values():
+        named = value.items() if isinstance(value, dict) else enumerate(value)
+        parts = [(name, encode(part, f"{where}.{name}", tensors)) for name, part in named]
+        if kind is dict and _KIND not in value and all(type(name) is str for name in value):
+            return dict(parts)
         if isinstance(value, dict):
-            parts = [
-                [encode(key, f"{where}, a key", tensors), encode(part, f"{where}.{key}", tensors)]
-                for key, part in value.items()
-            ]
+            content = [[encode(name, f"{where}, a key", tensors), part] for name, part in parts]
         else:
-            parts = [encode(part, f"{where}.{index}", tensors) for index, part in enumerate(value)]
+            content = [part for _, part in parts]
         if kind in (set, frozenset):  # the order of a set differs between processes
-            parts.sort(key=json.dumps)
-        return {_KIND: kind.__name__, "value": parts}
+            content.sort(key=json.dumps)
+        return content if kind is list else {_KIND: kind.__name__, "value": content}
+    if kind is np.ndarray and value.dtype.kind in "biufc" and value.dtype.isnative:
+        return {**encode(torch.from_numpy(np.array(value)), where, tensors), _KIND: "array"}
     if isinstance(value, Tensor) and not isinstance(value, ShardedTensor):
         if where in tensors:
             raise CheckpointError(f"{where}: expected one tensor of this name, found two")
@@ -81,30 +64,29 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         # tensor parallelism has another placement, which shards a dimension too.)
         of_mesh = [getattr(one, "dim", None) for one in getattr(value, "placements", ())]
         return {_KIND: "tensor", "value": where, "dims": of_mesh}
-    name = "numpy" if isinstance(value, np.generic) else _NAMES.get(kind)
-    array: Any = value
-    large = name == "numpy" and (array.dtype.kind not in "biufc" or array.nbytes > _MOST_ARRAY_BYTES)
-    if name is None or large:
-        raise CheckpointError(
-            f"{where}: expected full tensors, DTensors, numbers, strings, bytes, None, and lists, tuples, "
-            f"sets and dicts of them, found a {kind.__module__}.{kind.__qualname__}, which cannot be read "
-            "back as it is. Save what it consists of, such as its .state_dict(), dict(it) or "
-            "torch.from_numpy(it)"
-        )
-    return {_KIND: name, "value": _ATOMS[name][1](value)}
+    for name, (of_atom, pack, _) in _ATOMS.items():
+        if kind is of_atom or (isinstance(value, np.generic) and of_atom is np.generic):
+            return {_KIND: name, "value": pack(value)}
+    raise CheckpointError(
+        f"{where}: expected full tensors, DTensors, numbers, strings, bytes, None, and lists, tuples, sets "
+        f"and dicts of them, found a {kind.__module__}.{kind.__qualname__}, which cannot be read back as it "
+        "is. Save what it consists of, such as its .state_dict() or dict(it)"
+    )
 
 
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the parts of what encode() has made, with the paths to them."""
-    if not isinstance(value, dict | list) or not value or _KIND in value:
-        yield path, value
-    else:
-        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaves(part, f"{path}[{key!r}]" if path else str(key))
+def leaves(encoded: Any) -> dict[str, str]:
+    """Return the parts of what encode() has made, as JSON, by the paths to them."""
+    found, _ = tree_flatten_with_path(
+        encoded, is_leaf=lambda one: not one or (isinstance(one, dict) and _KIND in one)
+    )
+    return {keystr(path): json.dumps(part) for path, part in found}
 
 
-def decode(value: Any, tensor: Callable[[str, list[int | None]], Any]) -> Any:
-    """Decode what encode() has made, with tensor(path, dims) in the place of each tensor."""
+def decode(value: Any, tensor: Callable[[str, list[int | None] | None], Any]) -> Any:
+    """Decode what encode() has made, with tensor(path, dims) in the place of each tensor.
+
+    An array shares its memory with what tensor(path, None) gives.
+    """
     if isinstance(value, list):
         return [decode(part, tensor) for part in value]
     if not isinstance(value, dict):
@@ -114,6 +96,8 @@ def decode(value: Any, tensor: Callable[[str, list[int | None]], Any]) -> Any:
     name, content = value[_KIND], value["value"]
     if name == "tensor":
         return tensor(content, value["dims"])
+    if name == "array":
+        return tensor(content, None).numpy()
     if name in _CONTAINERS:
         kind, parts = _CONTAINERS[name], decode(content, tensor)
         return kind(dict(parts) if issubclass(kind, dict) else parts)

@@ -16,7 +16,6 @@ from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.state import has_fsdp1, named_parameters, optimizer_classes
 from fsdp_utils.distributed.agreement import Ranks, agree, fingerprint, has_peers
 from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle
-from fsdp_utils.torch_internals.groups import gloo_timeout, process_groups, set_gloo_timeout
 
 # How long one rank may take longer than the others to read or write its part.
 _TRANSFER_LIMIT_S = 3600.0
@@ -31,10 +30,7 @@ def collective_call(
     *,
     wait_s: float,
 ) -> Iterator[Ranks]:
-    """Wait for a save in flight and for all ranks, which must want the same of the same model.
-
-    Inside, a rank waits at most wait_s for another one in a gloo collective of the model's groups.
-    """
+    """Wait for a save in flight and for all ranks, which must want the same of the same model."""
 
     def all_facts() -> dict[str, Any]:
         if dist.is_available() and dist.is_initialized() and not has_peers():
@@ -57,7 +53,7 @@ def collective_call(
         wait_s=wait_s,
         collective_s=_TRANSFER_LIMIT_S,
     )
-    with ranks.guard(), _limited(ranks, wait_s):
+    with ranks.guard():
         yield ranks
 
 
@@ -87,11 +83,6 @@ def call(where: str, thing: Any, method: str, *arguments: Any) -> Any:
         ) from error
 
 
-def is_int(value: object) -> bool:
-    """True and False are ints too, but no steps."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Check that optimizers are over the model's parameters, each over others, and have no other state."""
     names, _ = named_parameters(model)
@@ -119,30 +110,10 @@ def _check_fsdp1(model: nn.Module) -> None:
     """Refuse what FSDP1's state dict loses: DDP or tensor parallelism inside of it."""
     for unit in (module for module in model.modules() if isinstance(module, FSDP1)):
         handle = fsdp1_handle(unit)
-        tensor_parallel = handle is not None and any(Flat(handle.flat_param).extensions)
-        if tensor_parallel or any(isinstance(one, DistributedDataParallel) for one in unit.modules()):
+        if (handle is not None and any(Flat(handle.flat_param).extensions)) or any(
+            isinstance(one, DistributedDataParallel) for one in unit.modules()
+        ):
             raise CheckpointError(
-                "expected FSDP1 around parameters that nothing else wraps, found "
-                f"{'tensor-parallel ones' if tensor_parallel else 'DDP'} inside of it, which FSDP1's state "
-                "dict loses. Use FSDP2 (fully_shard), or FSDP1 alone"
+                "expected FSDP1 around parameters that nothing else wraps, found DDP or tensor parallelism "
+                "inside of it, which FSDP1's state dict loses. Use FSDP2 (fully_shard), or FSDP1 alone"
             )
-
-
-@contextmanager
-def _limited(ranks: Ranks, seconds: float) -> Iterator[None]:
-    """Limit how long a rank waits for another one in a gloo collective of the program's own groups.
-
-    FSDP1 gathers its state over the groups that the training uses. A rank that fails before such a collective
-    would leave the others in it until the group's timeout: half an hour with gloo. A group whose collective
-    has run out of time cannot be used any more. NCCL's groups keep their own timeout (10 minutes by default):
-    when it is over, NCCL's watchdog ends the process.
-    """
-    groups = [group for group in process_groups() if group is not ranks.group] if ranks.distributed else []
-    before = {group: limit for group in groups if (limit := gloo_timeout(group)) is not None}
-    for group in before:
-        set_gloo_timeout(group, seconds)
-    try:
-        yield
-    finally:
-        for group, timeout in before.items():
-            set_gloo_timeout(group, timeout)

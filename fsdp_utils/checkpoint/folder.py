@@ -13,9 +13,9 @@ import shutil
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from blake3 import blake3
 
@@ -31,21 +31,15 @@ from fsdp_utils.checkpoint.files import (
 )
 
 MANIFEST = "manifest.json"
-FORMAT = 3
+FORMAT = 4
 _LOCK, _SAVING, _DELETING = ".saving-lock", ".saving-", ".deleting-"
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _LOCK_WAIT_S = 10.0  # for a program before this one that is about to end
 _SHARED_WAIT_S = 3.0  # a shared directory may show another host's new folder a little late
 
 
-class _Committed(NamedTuple):
-    commit: int
-    step: int
-    path: Path
-
-
-def _committed(directory: Path) -> list[_Committed]:
-    """List the committed checkpoints in the order in which they were saved.
+def _committed(directory: Path) -> list[tuple[int, int, Path]]:
+    """List number, step and path of the committed checkpoints in the order in which they were saved.
 
     A listing that fails is an error: taken for an empty one, the next save would begin again at commit 1.
     """
@@ -55,7 +49,7 @@ def _committed(directory: Path) -> list[_Committed]:
         except FileNotFoundError:
             return []
     found = [(_NAME.fullmatch(path.name), path) for path in paths]
-    return sorted(_Committed(int(match[1]), int(match[2]), path) for match, path in found if match)
+    return sorted((int(match[1]), int(match[2]), path) for match, path in found if match)
 
 
 def checkpoints(directory: str | os.PathLike[str]) -> dict[int, Path]:
@@ -79,9 +73,9 @@ def checkpoints(directory: str | os.PathLike[str]) -> dict[int, Path]:
             verify_checkpoint(path)
     """
     found: dict[int, Path] = {}
-    for one in _committed(local_path(directory)):
-        found.pop(one.step, None)
-        found[one.step] = one.path
+    for _, step, path in _committed(local_path(directory)):
+        found.pop(step, None)
+        found[step] = path
     return found
 
 
@@ -91,11 +85,11 @@ def find(directory: str | os.PathLike[str], step: int | str = "latest") -> Path:
     is_one = os.path.lexists(home / MANIFEST) or (_NAME.fullmatch(home.name) and home.is_dir())
     if step == "latest" and is_one:
         return home
-    there = _committed(home)
-    for one in reversed(there):
-        if step in ("latest", one.step):
-            return one.path
-    steps = ", ".join(str(one.step) for one in there[-10:])
+    there = checkpoints(home)
+    wanted = [*there][-1] if there and step == "latest" else step
+    if wanted in there:
+        return there[wanted]
+    steps = ", ".join(map(str, [*there][-10:]))
     raise CheckpointNotFoundError(
         f"{home}: expected a checkpoint of step {step!r}, found "
         + (f"those of steps {steps}" if there else "none" if home.is_dir() else "no such directory")
@@ -105,7 +99,7 @@ def find(directory: str | os.PathLike[str], step: int | str = "latest") -> Path:
 def every(directory: str | os.PathLike[str]) -> list[Path]:
     """List all checkpoints in a directory, also two of one step; or the path itself, if it is one."""
     home = local_path(directory)
-    return [home] if find(home) == home else [one.path for one in _committed(home)]
+    return [home] if find(home) == home else [path for *_, path in _committed(home)]
 
 
 # ---- saving ------------------------------------------------------------------------------------------
@@ -131,11 +125,10 @@ class Unfinished(ExitStack):
                 path.mkdir(exist_ok=True)
                 sync_directory(path.parent)
         with doing("write", home):
-            alone = self.enter_context(locked(home / _LOCK, wait_s=_LOCK_WAIT_S))
-            left = [*home.glob(f"{_SAVING}*-step-*"), *home.glob(f"{_DELETING}*-step-*")]
-            for leftover in left if alone else ():  # of saves and deletions that were cut short
-                shutil.rmtree(leftover, ignore_errors=True)
-            number = max((one.commit for one in _committed(home)), default=0) + 1
+            if self.enter_context(locked(home / _LOCK, wait_s=_LOCK_WAIT_S)):
+                for left in [*home.glob(f"{_SAVING}*-step-*"), *home.glob(f"{_DELETING}*-step-*")]:
+                    shutil.rmtree(left, ignore_errors=True)  # of saves and deletions that were cut short
+            number = max((number for number, *_ in _committed(home)), default=0) + 1
             name = f"{number:06d}-step-{self._step}"
             self._path, self._final = home / f"{_SAVING}{os.urandom(4).hex()}-{name}", home / name
             self._path.mkdir()
@@ -145,17 +138,16 @@ class Unfinished(ExitStack):
     def commit(self, manifest: dict[str, Any], keep: int | None) -> None:
         """Write the manifest, and make the folder the latest of `keep` checkpoints, durably."""
         content = {"format": FORMAT, **manifest}
-        text = json.dumps({**content, "blake3": _hash(content)}, indent=1)  # for `head` and `diff`
+        text = json.dumps({**content, "blake3": _hash(content)})
         write_file(self._path / MANIFEST, [text.encode()])
         with doing("write", self._final):
             sync_directory(self._path)
             self._path.rename(self._final)
             sync_directory(self._home)
-        for one in _committed(self._home)[:-keep] if keep else ():
-            # Renamed first, so that none is found half deleted.
-            doomed = self._home / f"{_DELETING}{one.path.name}"
-            with doing("delete", one.path), suppress(FileNotFoundError):  # another program deletes it too
-                one.path.rename(doomed)
+        for *_, path in _committed(self._home)[:-keep] if keep else ():
+            doomed = self._home / f"{_DELETING}{path.name}"
+            with doing("delete", path):  # renamed first, so that none is found half deleted
+                path.rename(doomed)
                 sync_directory(self._home)
                 doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
 
@@ -180,7 +172,7 @@ def _hash(content: Any) -> str:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Read the manifest of a checkpoint, and compare it with its hash."""
+    """Read the manifest of a checkpoint, and compare it with its "blake3"."""
     check_shared(checkpoint)
     path = checkpoint / MANIFEST
     content = read_json(path)
@@ -189,9 +181,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointDamagedError(
             f"{path}: expected a manifest with blake3 {expected!s:.80}, found {found}"
         )
-    if (found := content.get("format")) != FORMAT:
+    if (found := content["format"]) != FORMAT:
         raise CheckpointError(f"{path}: expected format {FORMAT}, found {found!r:.80}")
-    return content
+    return {**content, "blake3": expected}
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> None:
@@ -219,12 +211,8 @@ def check_files(
     files = manifest["files"]
     sizes = {name: f"{entry['bytes']} bytes" for name, entry in files.items()}
     with doing("read", checkpoint):
-        there = {
-            path.name: f"{path.stat().st_size} bytes" if path.is_file() else "something that is no file"
-            for path in checkpoint.iterdir()
-            if path.name != MANIFEST
-        }
-    for name in sorted(sizes.keys() | there.keys()):
+        there = {one.name: f"{one.stat().st_size} bytes" for one in checkpoint.iterdir()}
+    for name in sorted(sizes.keys() | there.keys() - {MANIFEST}):
         expected, found = (some.get(name, "no file of that name") for some in (sizes, there))
         if found != expected:
             raise CheckpointDamagedError(f"{checkpoint / name}: expected {expected}, found {found}")

@@ -1,19 +1,19 @@
 """load_distributed: all ranks check everything before the first byte goes into the model."""
 
-import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_utils.checkpoint.codec import decode
-from fsdp_utils.checkpoint.collective import call, collective_call, is_int, named_values
+from fsdp_utils.checkpoint.collective import call, collective_call, named_values
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.files import local_path, read_json
+from fsdp_utils.checkpoint.files import local_path
 from fsdp_utils.checkpoint.folder import MANIFEST, check_files, find, read_manifest
 from fsdp_utils.checkpoint.restore import (
     Targets,
@@ -23,10 +23,9 @@ from fsdp_utils.checkpoint.restore import (
     put_back_model,
     put_back_optimizers,
 )
-from fsdp_utils.checkpoint.save import STATE_FILE, rank_file
-from fsdp_utils.checkpoint.state import MODEL, Held, Optimizers, frozen_names, listed, unwrapped
+from fsdp_utils.checkpoint.state import MODEL, Held, Optimizers, listed, unwrapped
 from fsdp_utils.checkpoint.tensor_files import open_tensors, share
-from fsdp_utils.distributed.agreement import WAIT_S, Ranks, fingerprint
+from fsdp_utils.distributed.agreement import WAIT_S
 from fsdp_utils.sharding.unsaved_buffers import warning_of
 
 _NOT_STRICT = "strict=False loads what both have, and returns the names of the rest"
@@ -75,7 +74,6 @@ def load_distributed(
     step: int | str = "latest",
     state: Mapping[str, Any] | None = None,
     strict: bool = True,
-    ignore_frozen_params: bool = False,
     cast: bool = False,
     wait_s: float = WAIT_S,
 ) -> "LoadedState":
@@ -95,8 +93,6 @@ def load_distributed(
             after the model and the optimizer. The dict that is returned holds what they were given, too.
         strict: False loads what the model and the checkpoint both have, in the same shapes, and leaves the
             rest of the model as it is. An optimizer has to match all the same.
-        ignore_frozen_params: leave parameters of the model that need no gradient as they are, whether or not
-            they are in the checkpoint.
         cast: convert to the model's dtypes where they differ from the saved ones.
         wait_s: as for save_distributed, in seconds.
 
@@ -118,18 +114,15 @@ def load_distributed(
     """
     model, optimizers = unwrapped(model, sharded=False), listed(optimizer)
     objects: dict[str, Any] = {}
-    ignored: list[str] = []
 
     def facts() -> dict[str, Any]:
-        if step != "latest" and not is_int(step):
+        if step != "latest" and type(step) is not int:
             raise CheckpointError(f'expected step to be a whole number or "latest", found {step!r}')
-        objects.update(_objects(state))
-        ignored.extend(frozen_names(model) if ignore_frozen_params else [])
+        objects.update(named_values(state, "state"))
         return {
             "directory": str(local_path(directory)),
             "step": step,
             "strict": strict,
-            "frozen parameters that are left out": fingerprint(ignored),
             "cast": cast,
             "state": sorted(objects),
         }
@@ -137,37 +130,20 @@ def load_distributed(
     with collective_call("load_distributed", model, optimizers, facts, wait_s=wait_s) as ranks:
         checkpoint = ranks.first(lambda: find(directory, step))
         manifest = ranks.each(lambda: read_manifest(checkpoint))
-        ranks.same("checkpoint", {str(checkpoint / MANIFEST): fingerprint([json.dumps(manifest)])})
+        ranks.same("checkpoint", {str(checkpoint / MANIFEST): manifest["blake3"]})
         # What is read after that is what was saved: nothing else looks for damage.
         sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
         mine = share(sizes, ranks.rank, ranks.world_size)
         ranks.each(lambda: check_files(checkpoint, manifest, mine, threads=ranks.threads()))
-        held = ranks.each(lambda: Held.of(model))
+        held = ranks.each(lambda: Held(model))
 
         def match() -> tuple[Any, ...]:
-            stored, tied = open_tensors(checkpoint, manifest), manifest["tied"]
-            found = {k.removeprefix(MODEL): spec for k, spec in stored.specs.items() if k.startswith(MODEL)}
-            found |= {alias: found[name] for alias, name in tied.items()}
-            matched = match_model(
-                held, found, str(checkpoint), _NOT_STRICT, cast=cast, strict=strict, ignored=ignored
-            )
-            plain = read_json(checkpoint / STATE_FILE)
+            stored, plain = open_tensors(checkpoint, manifest), manifest["plain"]
             targets = Targets(held, stored.specs)
-            for name, names in matched.stored.items():
-                if held.tensors[MODEL + name].is_meta:
-                    raise CheckpointError(
-                        f"expected a model with memory, found {name!r} on the meta device. "
-                        "load_pretrained(folder, model) gives it memory and values, and computes the buffers "
-                        "that no checkpoint holds, which to_empty() leaves uninitialised; export_safetensors "
-                        "makes a folder of a checkpoint"
-                    )
-                first, *others = {tied.get(one, one) for one in names}
-                if others:
-                    raise CheckpointError(
-                        f"{name}: expected one tensor under all of its names {names} (tied in the model), "
-                        "found several in the checkpoint"
-                    )
-                targets.append((MODEL + first, held.tensors[MODEL + name]))
+            found = {k.removeprefix(MODEL): spec for k, spec in stored.specs.items() if k.startswith(MODEL)}
+            found |= {alias: found[name] for alias, name in manifest["tied"].items()}
+            names, *left = match_model(held, found, str(checkpoint), _NOT_STRICT, cast=cast, strict=strict)
+            targets.of_model(names, manifest["tied"])
             settings = match_optimizers(held, model, optimizers, plain, targets)
             extra, own = decode(plain["extra"], targets.full), held.plain["extra"].keys()
             if strict and own != extra.keys():
@@ -176,15 +152,20 @@ def load_distributed(
                     f"{sorted(extra)[:5]} in the checkpoint; {_NOT_STRICT}"
                 )
             values = decode(plain["state"], targets.of_state)
-            values |= _own_values(checkpoint, manifest, ranks, targets.full)
+            # What was given as per_rank=: this rank's, or that of all ranks where there are others now.
+            if len(by_rank := manifest["per_rank"]) == ranks.world_size:
+                values |= decode(by_rank[ranks.rank], targets.full)
+            else:
+                each = [decode(one, targets.full) for one in by_rank]
+                values |= {name: PerRank(one[name] for one in each) for name in each[0]}
             _check_objects(objects, values)
             extra = {name: one for name, one in extra.items() if name in own}
-            return stored, matched, plain, targets, settings, extra, values
+            return stored, left, targets, settings, extra, values
 
-        stored, matched, plain, targets, settings, extra, values = ranks.each(match)
+        stored, left, targets, settings, extra, values = ranks.each(match)
 
         def read() -> dict[str, dict[str, Any]]:
-            optimizer_state = new_state(held, optimizers, plain, targets)
+            optimizer_state = new_state(held, optimizers, manifest["plain"], targets)
             stored.read_into(targets, threads=ranks.threads())
             return optimizer_state
 
@@ -197,51 +178,26 @@ def load_distributed(
         put_back_model(model, held, extra)
         put_back_optimizers(held, model, optimizers, settings, optimizer_state)
         ranks.each(fill_objects)
-    if text := warning_of(unwrapped(model), manifest.get("unsaved_buffers")):
+    if text := warning_of(unwrapped(model), manifest["unsaved_buffers"]):
         warnings.warn(f"load_distributed: {text}", stacklevel=2)
-    return LoadedState({"step": manifest["step"], **values}, matched.missing, matched.unexpected)
+    return LoadedState({"step": manifest["step"], **values}, *left)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Read the state that was saved, without a model; a tensor in it is on meta."""
+    """Read the state that was saved, without a model; the values of tensors in it are not read."""
     manifest = read_manifest(checkpoint)
-    check_files(checkpoint, manifest, [STATE_FILE])
     specs = open_tensors(checkpoint, manifest).specs
-    return decode(read_json(checkpoint / STATE_FILE)["state"], lambda key, _: specs[key])
+    return decode(manifest["plain"]["state"], lambda key, _: torch.empty_like(specs[key], device="cpu"))
 
 
-def _own_values(
-    checkpoint: Path, manifest: Mapping[str, Any], ranks: Ranks, tensor: Callable[[str, Any], Tensor]
-) -> dict[str, Any]:
-    """Read what was given as per_rank=: this rank's, or that of all ranks where there are others now."""
-
-    def of(rank: int) -> dict[str, Any]:
-        name = rank_file(rank)
-        return decode(read_json(checkpoint / name), tensor) if name in manifest["files"] else {}
-
-    if manifest["world_size"] == ranks.world_size:
-        return of(ranks.rank)
-    by_rank = [of(rank) for rank in range(manifest["world_size"])]
-    return {name: PerRank(values[name] for values in by_rank) for name in by_rank[0]}
-
-
-# ---- objects that are loaded in place ----------------------------------------------------------------
-
-
-def _objects(state: Any) -> dict[str, Any]:
-    objects = named_values(state, "state")
+def _check_objects(objects: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Check before anything is loaded that each object can take a state, and that the checkpoint has it."""
     for name, value in objects.items():
         if not isinstance(value, Stateful):
             raise CheckpointError(
                 f"state {name!r}: expected an object with state_dict() and load_state_dict(), found a "
                 f"{type(value).__name__}. What is no such object comes back in the dict that is returned"
             )
-    return objects
-
-
-def _check_objects(objects: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Check before anything is loaded that the checkpoint holds a state for each object."""
-    for name in objects:
         if name not in saved or isinstance(saved[name], PerRank):
             found = "one of each rank, which were not as many as now" if name in saved else "none"
             raise CheckpointError(

@@ -1,9 +1,9 @@
 """Check a checkpoint against a model and its optimizers before anything is changed; put the values back."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +18,10 @@ from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.state import MODEL, OPTIMIZER, Held, has_fsdp1, in_parts, optimizer_classes, quiet
 from fsdp_utils.sharding.local_part import is_readable, local
 from fsdp_utils.sharding.names import plain_name, some_names
-from fsdp_utils.torch_internals.fsdp import fsdp1_handle
 from fsdp_utils.torch_internals.names import get_param_to_fqns
 
 _SHOWN = 5  # problems in one error
 _LAYOUT = ("shape", "device", "device_mesh", "placements")
-
-
-class Matched(NamedTuple):
-    """Which tensors of a model are stored, and which names only one of the two has."""
-
-    stored: dict[str, list[str]]  # by name in the model, the names under which it is stored
-    missing: list[str]  # in the model
-    unexpected: list[str]  # in the store
 
 
 def match_model(
@@ -41,14 +32,17 @@ def match_model(
     *,
     cast: bool = False,
     strict: bool = True,
-    ignored: Collection[str] = (),
-) -> Matched:
-    """Match the tensors of a model with stored ones, and check that they are alike."""
+) -> tuple[dict[str, list[str]], list[str], list[str]]:
+    """Match the tensors of a model with stored ones, and check that they are alike.
+
+    Returns:
+        By name in the model the names under which it is stored; names only in the model; only in the store.
+    """
     own, stored, unexpected = held.of_model(), {}, []
     problems: dict[str, list[str]] = {}  # the names that have it, by problem
     for name, spec in found.items():
         first = held.first_name(name)
-        if name in ignored or first not in own:
+        if first not in own:
             unexpected.append(name)
             continue
         stored.setdefault(first, []).append(name)
@@ -65,13 +59,13 @@ def match_model(
             (f"expected by the model, found nothing; {remedy}", missing),
             (f"expected by nothing in the model, found; {remedy}", unexpected),
         ):
-            problems |= {problem: left} if (left := [name for name in names if name not in ignored]) else {}
+            problems |= {problem: names} if names else {}
     if problems:
         lines = [f"{some_names(names)}: {problem}" for problem, names in problems.items()]
         more = [f"... and {len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)
         text = "\n  ".join([*lines[:_SHOWN], *more])
         raise CheckpointError(f"{where} is of another model:\n  {text}")
-    return Matched(stored, missing, unexpected)
+    return stored, missing, unexpected
 
 
 # ---- where to read to --------------------------------------------------------------------------------
@@ -81,15 +75,32 @@ class Targets(list[tuple[str, Tensor]]):
     """The tensors to fill, with their keys; codec.decode() has its methods allocate what it asks for."""
 
     def __init__(self, held: Held, specs: Mapping[str, Tensor]) -> None:
-        self.specs = specs
+        self.specs, self._held = specs, held
         self._taken = _memory(held.tensors.values())
         self._params = {name: one for name, one in held.of_model().items() if isinstance(one, DTensor)}
+
+    def of_model(self, stored: Mapping[str, Sequence[str]], tied: Mapping[str, str]) -> None:
+        """Add the model's own tensors, each with the names under which it is stored."""
+        for name, names in stored.items():
+            if self._held.tensors[MODEL + name].is_meta:
+                raise CheckpointError(
+                    f"expected a model with memory, found {name!r} on the meta device. Not to_empty(), which "
+                    "leaves buffers that are not saved uninitialised, but load_pretrained(folder, model) "
+                    "gives it memory and values; export_safetensors makes a folder of a checkpoint"
+                )
+            first, *others = {tied.get(one, one) for one in names}
+            if others:
+                raise CheckpointError(
+                    f"{name}: expected one tensor under all of its names {names} (tied in the model), found "
+                    "several in the checkpoint"
+                )
+            self._add(MODEL + first, self._held.tensors[MODEL + name])
 
     def full(self, key: str, _: object = None) -> Tensor:
         """Allocate a full tensor in CPU memory."""
         return self._add(key, torch.empty_like(self.specs[key], device="cpu"))
 
-    def of_state(self, key: str, dims: list[int | None]) -> Tensor:
+    def of_state(self, key: str, dims: list[int | None] | None) -> Tensor:
         """Allocate a tensor of the user's state, which a mesh sharded along dims.
 
         A DTensor that has the name and shape of a parameter, as an average of the weights has, is sharded as
@@ -111,17 +122,19 @@ class Targets(list[tuple[str, Tensor]]):
         new = empty_dtensor(spec.shape, dtype=spec.dtype, device_mesh=mesh, placements=placements)
         return self._add(key, new)
 
-    def like(self, param: Tensor, old: dict[str, Any], key: str, dims: list[int | None]) -> Tensor:
+    def like(self, param: Tensor, old: dict[str, Any], key: str, dims: list[int | None] | None) -> Tensor:
         """Make a tensor on a parameter's device, and sharded as that is, where it has its shape."""
         spec, there = self.specs[key], old.pop(key.rpartition(".")[2], None)
+        if dims is None:
+            return self.full(key)
         if param.shape == spec.shape:
             # The old one, if it is alike: new memory takes longer to get than to read into.
             alike = all(getattr(there, what, None) == getattr(param, what, None) for what in _LAYOUT)
-            if alike and there.dtype == spec.dtype and local(there).is_contiguous():
-                memory = _memory([there])
-                if memory and not memory & self._taken:  # else it has the values of something else, too
-                    self._taken |= memory
-                    return self._add(key, there)
+            memory = _memory([there]) if alike and there.dtype == spec.dtype else set()
+            # taken memory has the values of something else, too
+            if memory and not memory & self._taken and local(there).is_contiguous():
+                self._taken |= memory
+                return self._add(key, there)
             del there
             return self._add(key, torch.empty_like(param, dtype=spec.dtype, requires_grad=False))
         if dims and isinstance(param, DTensor):  # as the scales of quantized moments
@@ -147,17 +160,15 @@ def match_optimizers(
     """Find each group of parameters among those that were saved; return the settings of each."""
     if not optimizers:
         return []
-
-    def named(params: Iterable[str]) -> list[str]:
-        return sorted(map(held.first_name, params))
-
     here = [
-        (optimizer_classes(one), named(name for param in group["params"] for name in held.names[param]))
+        (optimizer_classes(one), held.named(name for param in group["params"] for name in held.names[param]))
         for one in optimizers
         for group in one.param_groups
     ]
-    saved = decode(plain["param_groups"], targets.full)
-    own, other = [params for _, params in here], [named(one["params"]) for one in saved]
+    there: dict[tuple[str, ...], list[dict[str, Any]]] = {}  # several groups only without parameters
+    for one in decode(plain["param_groups"], targets.full):
+        there.setdefault(held.named(one["params"]), []).append(one)
+    own, other = [params for _, params in here], [params for params, some in there.items() for _ in some]
     if sorted(own) != sorted(other):
         only_here, only_there = {*chain(*own)} - {*chain(*other)}, {*chain(*other)} - {*chain(*own)}
         raise CheckpointError(
@@ -168,33 +179,23 @@ def match_optimizers(
         )
     settings = []
     for classes, params in here:
-        alike = [n for n, some in enumerate(other) if some == params]  # several only without parameters
-        related = [n for n in alike if {*saved[n]["classes"]} & {*classes}]
-        if not related:
+        saved = there[params].pop(0)
+        if not {*saved["classes"]} & {*classes}:
             raise CheckpointError(
-                f"expected the state of {classes[0]}, found that of {saved[alike[0]]['classes'][0]}, which "
-                f"{classes[0]} cannot go on from. Load into that class, or without the optimizer if it is to "
-                "start anew"
+                f"expected the state of {classes[0]}, found that of {saved['classes'][0]}, which it cannot "
+                "go on from. Load into that class, or without the optimizer if it is to start anew"
             )
-        other.pop(related[0])
-        settings.append(saved.pop(related[0])["settings"])
-    _check_cuts(held, model, plain["optimizer"], targets)
-    return settings
-
-
-def _check_cuts(held: Held, model: nn.Module, saved: Mapping[str, Any], targets: Targets) -> None:
-    """Refuse a state of another shape than its parameter, as Adafactor's, which FSDP1 would cut wrongly."""
-    handles = [fsdp1_handle(module) for module in model.modules() if isinstance(module, FSDP1)]
-    if not any(handle is not None and handle.uses_sharded_strategy for handle in handles):
-        return
-    for name, what in ((name, what) for name, entries in saved.items() for what in entries):
+        settings.append(saved["settings"])
+    for name, entries in plain["optimizer"].items() if has_fsdp1(model) else ():
         shape = held.tensors[MODEL + held.first_name(name)].shape
-        spec = targets.specs.get(f"{OPTIMIZER}{name}.{what}")
-        if spec is not None and spec.shape not in ((), shape):
-            raise CheckpointError(
-                f"optimizer state {what!r} of {name}: expected shape {list(shape)}, the parameter's, "
-                f"which FSDP1 can cut, found {list(spec.shape)}. Load it into FSDP2, DDP or no wrapper"
-            )
+        for what in entries:
+            spec = targets.specs.get(f"{OPTIMIZER}{name}.{what}")
+            if spec is not None and spec.shape not in ((), shape):  # as Adafactor's
+                raise CheckpointError(
+                    f"optimizer state {what!r} of {name}: expected shape {list(shape)}, the parameter's, "
+                    f"which FSDP1 can cut, found {list(spec.shape)}. Load it into FSDP2, DDP or no wrapper"
+                )
+    return settings
 
 
 def new_state(
@@ -261,10 +262,9 @@ def put_back_optimizers(
 
 
 def put_back_model(model: nn.Module, held: Held, extra: Mapping[str, Any]) -> None:
-    """Restore the model from what Held.of() took of it, with filled tensors. A collective under FSDP1."""
-    own = {
-        local(one).data_ptr() for one in (*model.parameters(), *model.buffers()) if is_readable(local(one))
-    }
+    """Restore the model from what a Held took of it, with filled tensors. A collective under FSDP1."""
+    parts = map(local, (*model.parameters(), *model.buffers()))
+    own = {part.data_ptr() for part in parts if is_readable(part)}
     if not extra and all(local(one).data_ptr() in own for one in held.of_model().values()):
         return  # the tensors that were filled are the model's own
     state, raw = dict(held.state_dict), held.raw_names

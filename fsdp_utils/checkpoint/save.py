@@ -5,6 +5,7 @@ import os
 from collections import ChainMap
 from collections.abc import Collection, Mapping
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_utils.checkpoint.asynchronous import Save, stage
 from fsdp_utils.checkpoint.codec import encode, leaves
-from fsdp_utils.checkpoint.collective import call, collective_call, is_int, named_values
+from fsdp_utils.checkpoint.collective import call, collective_call, named_values
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.files import local_path, write_file
+from fsdp_utils.checkpoint.files import local_path
 from fsdp_utils.checkpoint.folder import Unfinished, check_shared
 from fsdp_utils.checkpoint.state import (
     EXTRA,
@@ -26,17 +27,14 @@ from fsdp_utils.checkpoint.state import (
     STATE,
     Held,
     Optimizers,
-    frozen_names,
     listed,
     unwrapped,
 )
 from fsdp_utils.checkpoint.tensor_files import Part, own_parts, write_tensors
-from fsdp_utils.distributed.agreement import WAIT_S, Ranks, fingerprint
+from fsdp_utils.distributed.agreement import WAIT_S, Ranks
 from fsdp_utils.sharding.copies import broadcasts_buffers, copies_of, differing
 from fsdp_utils.sharding.names import plain_name, some_names
 from fsdp_utils.sharding.unsaved_buffers import sizes
-
-STATE_FILE = "state.json"
 
 
 def save_distributed(
@@ -48,7 +46,6 @@ def save_distributed(
     state: Mapping[str, Any] | None = None,
     per_rank: Mapping[str, Any] | None = None,
     keep: int | None = None,
-    ignore_frozen_params: bool = False,
     asynchronous: bool = False,
     wait_s: float = WAIT_S,
 ) -> Save:
@@ -56,7 +53,7 @@ def save_distributed(
 
     Each rank writes its own part into a temporary folder; when all parts are durable, a manifest with their
     hashes is added and the folder gets its name, `<commit>-step-<step>`. Until then a crash leaves the
-    checkpoints that were there before. Tensors are in safetensors files, all else in JSON.
+    checkpoints that were there before. Tensors are in safetensors files, all else in the manifest, as JSON.
 
     Args:
         directory: where the checkpoints of one training are, the same for all ranks. Made if it is not there.
@@ -70,12 +67,10 @@ def save_distributed(
             this rank's data. A buffer of the model that differs is to be given under its name, and copied
             back after loading; the model's part of the checkpoint has rank 0's.
         keep: delete all but the last `keep` checkpoints, after this one is durable. None keeps all.
-        ignore_frozen_params: leave out parameters that need no gradient: of a model with adapters over a
-            frozen base, save the adapters. Such a checkpoint is loaded with the same option.
         asynchronous: return when the state is copied to CPU memory, which is kept for the next save, and
             write in the background. The next save or load waits for it and raises its error.
-        wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
-            the model's own groups. One rank may take an hour longer than the others to write its part.
+        wait_s: seconds to wait for all ranks to enter. Then one may take an hour longer than the others to
+            write its part.
 
     Returns:
         The save. `.wait()` gives the path of the checkpoint; it is done already unless asynchronous.
@@ -92,18 +87,16 @@ def save_distributed(
         )
     """
     wrapped, model, optimizers = model, unwrapped(model, sharded=False), listed(optimizer)
-    ignored: list[str] = []
     of_all: dict[str, Any] = {}
     of_rank: dict[str, Any] = {}
 
     def facts() -> dict[str, Any]:
-        if not is_int(step) or step < 0:
+        if type(step) is not int or step < 0:
             raise CheckpointError(f"expected step to be a whole number of at least 0, found {step!r}")
-        if keep is not None and (not is_int(keep) or keep < 1):
+        if keep is not None and (type(keep) is not int or keep < 1):
             raise CheckpointError(
                 f"expected keep to be a whole number of at least 1, or None, found {keep!r}"
             )
-        ignored.extend(frozen_names(model) if ignore_frozen_params else [])
         of_all.update(_values(state, "state"))
         of_rank.update(_values(per_rank, "per_rank"))
         if twice := of_all.keys() & of_rank.keys():
@@ -113,75 +106,58 @@ def save_distributed(
             "step": step,
             "keep": keep,
             "asynchronous": asynchronous,
-            "frozen parameters that are left out": fingerprint(ignored),
             "names in state": sorted(of_all),
             "names in per_rank": sorted(of_rank),
         }
 
     with collective_call("save_distributed", model, optimizers, facts, wait_s=wait_s) as ranks:
 
-        def collect() -> tuple[Held, dict[str, Part], dict[str, bytes]]:
-            held = Held.of(model)
+        def collect() -> tuple[Held, dict[str, Part], Any]:
+            held = Held(model)
             held.add_optimizers(model, optimizers)
-            for name in ignored:
-                held.tensors.pop(MODEL + name, None)
-                held.tied.pop(name, None)
             held.plain["state"] = encode(of_all, STATE[:-1], held.tensors)
             own: dict[str, Tensor] = {}
             own_plain = encode(of_rank, f"{PER_RANK}{ranks.rank}", own)
             parts = own_parts(held.tensors | own, rank=ranks.rank, world_size=ranks.world_size, only_here=own)
-            texts = {STATE_FILE: json.dumps(held.plain).encode()} if ranks.rank == 0 else {}
-            if of_rank:
-                texts[rank_file(ranks.rank)] = json.dumps(own_plain).encode()
-            return held, parts, texts
+            return held, parts, own_plain
 
-        held, parts, texts = ranks.each(collect)
+        held, parts, own_plain = ranks.each(collect)
         left_out = of_rank.keys() - {name for names in held.names.values() for name in names}
         if broadcasts_buffers(wrapped):
             left_out |= {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
         if ranks.distributed:
             _check_equal(held, ranks, left_out)
+        classes = dict.fromkeys(one["classes"][0] for one in held.plain["param_groups"])
         about = {
             "step": step,
             "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "world_size": ranks.world_size,
             "torch": str(torch.__version__),
-            "optimizer": ", ".join(dict.fromkeys(one["classes"][0] for one in held.plain["param_groups"]))
-            or None,
+            "optimizer": ", ".join(classes) or None,
             "tied": held.tied,
             **describe(model),
+            "plain": held.plain,
         }
         if asynchronous:
             ranks.in_background = True
             parts = stage(parts)
-        folder = Unfinished(local_path(directory), step)
-        try:
+
+    def write() -> Path:
+        with ranks.guard(), Unfinished(local_path(directory), step) as folder:
             unfinished, final = ranks.first(folder.begin)
-        except BaseException:
-            folder.close()
-            raise
 
-    def write_part() -> dict[str, Any]:
-        """Write this rank's files; return the manifest's entries of them."""
-        check_shared(unfinished)
-        files = {name: write_file(unfinished / name, [text]) for name, text in texts.items()}
-        name = f"rank-{ranks.rank:05d}.safetensors"
-        return {**files, name: write_tensors(unfinished / name, parts)} if parts else files
+            def write_part() -> tuple[dict[str, Any], Any]:
+                """Write this rank's file; return the manifest's entry of it, and what is per_rank."""
+                check_shared(unfinished)
+                name = f"rank-{ranks.rank:05d}.safetensors"
+                return {name: write_tensors(unfinished / name, parts)} if parts else {}, own_plain
 
-    def write() -> None:
-        try:
-            with ranks.guard():
-                about["files"] = dict(ChainMap(*ranks.all(write_part)))
-                ranks.each(lambda: ranks.rank or folder.commit(about, keep))
-        finally:
-            folder.close()
+            files, by_rank = zip(*ranks.all(write_part), strict=True)
+            manifest = {**about, "per_rank": by_rank, "files": dict(ChainMap(*files))}
+            ranks.each(lambda: ranks.rank or folder.commit(manifest, keep))
+        return final
 
-    return Save(final, write, asynchronous=asynchronous)
-
-
-def rank_file(rank: int) -> str:
-    """The name of the file with what only this rank has saved."""
-    return f"rank-{rank:05d}.json"
+    return Save(write, asynchronous=asynchronous)
 
 
 def _values(given: Any, argument: str) -> dict[str, Any]:
@@ -207,7 +183,7 @@ def _check_equal(held: Held, ranks: Ranks, left_out: Collection[str]) -> None:
 
     def outline() -> dict[str, str]:
         """Describe all but the values of tensors."""
-        found = {path: json.dumps(one) for path, one in leaves({**held.plain, "extra": extra})}
+        found = leaves({**held.plain, "extra": extra})
         return found | {f"kind of {key}": f"{one.dtype} {list(one.shape)}" for key, one in tensors.items()}
 
     ranks.same(
@@ -255,9 +231,8 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 def _configuration(module: Any) -> dict[str, Any]:
     about: dict[str, Any] = {}
-    base = module
-    if isinstance(adapters := getattr(module, "peft_config", None), dict):  # peft's wrapper
-        base = module.get_base_model() if hasattr(module, "get_base_model") else module
+    base = module.get_base_model() if hasattr(module, "get_base_model") else module  # peft's wrapper
+    if isinstance(adapters := getattr(module, "peft_config", None), dict):
         for key, adapter in adapters.items():  # as peft's save_pretrained writes them
             name = adapter.base_model_name_or_path or getattr(base, "name_or_path", None)
             settings = {**adapter.to_dict(), "inference_mode": True, "base_model_name_or_path": name}

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -31,43 +30,38 @@ MODEL, EXTRA, OPTIMIZER, STATE, PER_RANK = "model.", "extra.model.", "optimizer.
 Optimizers = Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer]
 
 
-@dataclass
 class Held:
-    """The tensors of a model, its optimizers and the state by key, and the rest as codec.encode() has it."""
+    """The tensors of a model, its optimizers and the state by key, and the rest as codec.encode() has it.
 
-    tensors: dict[str, Tensor]
-    # "extra": the model's state dict besides tensors, by name. "param_groups": those of all optimizers, with
-    # the "classes" of each, "params" by name, and "settings". "optimizer": the state of all optimizers, by
-    # name of the parameter. "state": what the user gave.
-    plain: dict[str, Any]
-    tied: dict[str, str]  # name of a parameter that is left out -> the name under which it is there
-    # The model's state dict as torch gives it, over the memory of `tensors`, and its names by those of here.
-    state_dict: dict[str, Any]
-    raw_names: dict[str, str]
-    names: dict[nn.Parameter, list[str]]  # of parameters, several of one of FSDP1's flat ones
+    Making one collects the model's state dict, under names without wrappers. A collective under FSDP1.
+    """
 
-    @classmethod
-    def of(cls, model: nn.Module) -> "Held":
-        """Collect a model's state dict, under names without wrappers. A collective under FSDP1."""
+    def __init__(self, model: nn.Module) -> None:
         with quiet():
-            found = get_model_state_dict(model)
-        names, tied = named_parameters(model)
+            # as torch gives it, over the memory of `tensors`
+            self.state_dict: dict[str, Any] = get_model_state_dict(model)
+        # names: of parameters, several of one of FSDP1's flat ones. tied: the name of a parameter left out
+        # -> the name under which it is there. raw_names: those of the state dict, by those of here.
+        self.names, tied = named_parameters(model)
         flat = has_fsdp1(model)  # which cannot load under other names than torch gives
-        raw_names = {raw if flat else plain_name(raw): raw for raw in found}
-        params = {name for some in names.values() for name in some}
-        twice = sorted(map(plain_name, found.keys() - raw_names.values()))
-        if odd := [*twice, *sorted(params - raw_names.keys())]:
+        self.raw_names = {raw if flat else plain_name(raw): raw for raw in self.state_dict}
+        params = {name for some in self.names.values() for name in some}
+        twice = sorted(map(plain_name, self.state_dict.keys() - self.raw_names.values()))
+        if odd := [*twice, *sorted(params - self.raw_names.keys())]:
             raise CheckpointError(
                 f"expected one entry {odd[0]!r} in the model's state dict, found "
                 f"{'two' if twice else 'none'} under that name without those of wrappers. Rename the module; "
                 "or, where a wrapper hides another one, put FSDP1 inside of torch.compile, and activation "
                 "checkpointing inside of both and of DDP"
             )
-        tied = {alias: name for alias, name in tied.items() if alias in raw_names}
-        own = {name: found[raw] for name, raw in raw_names.items() if name not in tied}
-        tensors = _as_dtensors({MODEL + name: one for name, one in own.items() if isinstance(one, Tensor)})
+        self.tied = {alias: name for alias, name in tied.items() if alias in self.raw_names}
+        own = {name: self.state_dict[raw] for name, raw in self.raw_names.items() if name not in self.tied}
+        self.tensors = _as_dtensors({MODEL + k: one for k, one in own.items() if isinstance(one, Tensor)})
         extra = {name: one for name, one in own.items() if not isinstance(one, Tensor)}
-        return cls(tensors, {"extra": encode(extra, EXTRA[:-1], tensors)}, tied, found, raw_names, names)
+        # "extra": the model's state dict besides tensors, by name. "param_groups": those of all optimizers,
+        # with the "classes" of each, "params" by name, and "settings". "optimizer": the state of all
+        # optimizers, by name of the parameter. "state": what the user gave.
+        self.plain: dict[str, Any] = {"extra": encode(extra, EXTRA[:-1], self.tensors)}
 
     def add_optimizers(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Add the groups and the state of optimizers. A collective under FSDP1."""
@@ -105,6 +99,10 @@ class Held:
     def first_name(self, name: str) -> str:
         """The name under which a tied parameter is stored."""
         return self.tied.get(name, name)
+
+    def named(self, names: Iterable[str]) -> tuple[str, ...]:
+        """A group of parameters, by the names under which they are stored."""
+        return tuple(sorted(map(self.first_name, names)))
 
 
 def _as_dtensors(state: dict[str, Any]) -> dict[str, Any]:
@@ -188,13 +186,6 @@ def named_parameters(model: nn.Module) -> tuple[dict[nn.Parameter, list[str]], d
             alias = plain_name(prefix, info.module_name, info.param_name)
             tied[alias] = plain_name(prefix, info.prim_module_name, info.prim_param_name)
     return names, tied
-
-
-def frozen_names(model: nn.Module) -> list[str]:
-    """List the names of parameters that need no gradient, further names of tied ones included."""
-    names, tied = named_parameters(model)
-    frozen = {name for param, some in names.items() for name in some if not param.requires_grad}
-    return sorted(frozen | {alias for alias, name in tied.items() if name in frozen})
 
 
 def has_fsdp1(model: nn.Module) -> bool:

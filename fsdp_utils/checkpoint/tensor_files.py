@@ -51,7 +51,6 @@ _DTYPE_OF = {name: dtype for dtype, name in NAMES.items()}
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # in the header's metadata
 _LENGTH = 8  # bytes that hold the length of the header
 ALIGNED = 64  # tensors begin at a multiple of so many bytes, as in torch's memory: copies are faster
-_MOST_DIMS = 64  # which torch has, too
 # What is not copied in one piece, from a GPU or with other strides, is copied in pieces of about this size.
 _PIECE_BYTES = 1 << 24
 Part = tuple[tuple[int, ...], Tensor]  # a chunk's offsets in its tensor, by dimension, and its values
@@ -71,6 +70,9 @@ class Chunk(NamedTuple):
         return prod(self.shape[1:]) * self.dtype.itemsize
 
 
+Region = tuple[
+    Chunk, tuple[int, ...], Tensor
+]  # a chunk, offsets in it, and the tensor that takes what is there
 # ---- writing -----------------------------------------------------------------------------------------
 
 
@@ -83,27 +85,31 @@ def own_parts(
     the replicated dimensions of the mesh are 0; plain tensors are spread over the ranks by their sizes. So
     all ranks have to pass the same plain tensors, but for those in only_here, which this rank writes.
     """
-    parts = {key: held_part(key, tensor) for key, tensor in tensors.items()}
-    sharded = {key: one for key, one in tensors.items() if isinstance(one, DTensor)}
-    for key, (_, part) in parts.items():
-        if key in sharded and key in only_here:
-            raise CheckpointError(
-                f"{key}: expected a tensor of this rank, found a DTensor: give it in state="
-            )
-        if rank == 0 and key in sharded and sharded[key].device_mesh.get_coordinate() is None:
-            raise CheckpointError(f"{key}: expected a DTensor over a mesh that rank 0 is in, found none")
+    full = {k: one for k, one in tensors.items() if k not in only_here and not isinstance(one, DTensor)}
+    sizes = {key: one.numel() * one.itemsize for key, one in full.items()}
+    plain = {*only_here, *share(sizes, rank, world_size)}
+    # Ranks outside of rank 0's mesh may hold a copy, as of experts sharded over one dimension of a mesh.
+    has_rank_0 = cache(lambda mesh: bool((mesh.mesh == 0).any()))  # mesh.mesh is made each time
+    own = {}
+    for key, tensor in tensors.items():
+        offsets, part = held_part(key, tensor)
+        writes = key in plain
+        if isinstance(tensor, DTensor):
+            writes = has_rank_0(tensor.device_mesh) and _is_writer(tensor)
+            if key in only_here or (rank == 0 and not has_rank_0(tensor.device_mesh)):
+                raise CheckpointError(
+                    f"{key}: expected a plain tensor in per_rank=, and elsewhere a DTensor over a mesh "
+                    "that rank 0 is in, found another DTensor"
+                )
         if part.dtype not in NAMES or not is_readable(part):
             raise CheckpointError(
                 f"{key}: expected values in memory of their own, of a dtype that safetensors has, found a "
                 f"{type(part).__name__} of {part.dtype} on {part.device} with layout {part.layout}. Save "
                 "what it consists of, or a .view() of it with another dtype"
             )
-    # Ranks outside of rank 0's mesh may hold a copy, as of experts sharded over one dimension of a mesh.
-    has_rank_0 = cache(lambda mesh: bool((mesh.mesh == 0).any()))  # mesh.mesh is made each time
-    own = {key for key, one in sharded.items() if has_rank_0(one.device_mesh) and _is_writer(one)}
-    sizes = {key: tensors[key].nbytes for key in tensors.keys() - sharded.keys() - {*only_here}}
-    own |= {*only_here, *share(sizes, rank, world_size)}
-    return {k: one for k, one in parts.items() if k in own and (one[1].numel() or not tensors[k].numel())}
+        if writes and (part.numel() or not tensor.numel()):
+            own[key] = offsets, part
+    return own
 
 
 def write_tensors(path: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
@@ -213,17 +219,17 @@ class StoredTensors:
         The bytes go straight into the tensors, but for those with another dtype, on a GPU or cut along
         another dimension. For these, each thread has a buffer of 16 MiB, or of one row of the chunk.
         """
-        by_file: dict[Path, list[_Region]] = {}
+        by_file: dict[Path, list[Region]] = {}
         for key, tensor in targets:
             for region in self._regions(key, tensor):
-                by_file.setdefault(region.chunk.path, []).append(region)
+                by_file.setdefault(region[0].path, []).append(region)
 
-        def read_some(regions: list[_Region]) -> None:
+        def read_some(regions: list[Region]) -> None:
             # One for all regions: an allocator keeps some of those that are freed in between.
-            size = max(_PIECE_BYTES, *(one.chunk.row_bytes for one in regions))
+            size = max(_PIECE_BYTES, *(chunk.row_bytes for chunk, *_ in regions))
             buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-            with torch.no_grad(), open_file(regions[0].chunk.path) as file:
-                for region in sorted(regions, key=lambda one: one.chunk.begin):
+            with torch.no_grad(), open_file(regions[0][0].path) as file:
+                for region in sorted(regions, key=lambda one: one[0].begin):
                     _read(region, file, buffer)
 
         shares = [some[n::threads] for some in by_file.values() for n in range(min(threads, len(some)))]
@@ -236,7 +242,7 @@ class StoredTensors:
         self.read_into([(key, tensor)])
         return tensor
 
-    def _regions(self, key: str, tensor: Tensor) -> Iterator["_Region"]:
+    def _regions(self, key: str, tensor: Tensor) -> Iterator[Region]:
         begin, part = held_part(key, tensor)
         for chunk in self.chunks[key] if part.numel() else ():
             target, offsets = part, []
@@ -246,20 +252,12 @@ class StoredTensors:
                 target = target.narrow(dim, min(low - mine, part.shape[dim]), max(0, high - low))
                 offsets.append(low - there)
             if not target.dim():  # a single number: a row of one
-                yield _Region(chunk._replace(shape=(1,)), (0,), target.view(1))
+                yield chunk._replace(shape=(1,)), (0,), target.view(1)
             elif target.numel():
-                yield _Region(chunk, tuple(offsets), target)
+                yield chunk, tuple(offsets), target
 
 
-class _Region(NamedTuple):
-    """A region of a chunk, and the part of a tensor that takes it."""
-
-    chunk: Chunk
-    offsets: tuple[int, ...]  # in the chunk, by dimension
-    target: Tensor
-
-
-def _read(region: _Region, file: FileIO, buffer: Tensor) -> None:
+def _read(region: Region, file: FileIO, buffer: Tensor) -> None:
     chunk, offsets, target = region
     begin = chunk.begin + offsets[0] * chunk.row_bytes
     plain = target.is_contiguous() and not target.is_conj() and not target.is_neg()
@@ -292,9 +290,7 @@ def _read_header(path: Path) -> dict[str, Chunk]:
             shape, dtype = tuple(entry["shape"]), _DTYPE_OF[entry["dtype"]]
             first, last = entry["data_offsets"]
             offsets = sharding[key][_OFFSETS] if sharding else (0,) * len(shape)
-            sizes = all(type(one) is int and one >= 0 for one in shape)
-            sizes = sizes and len(offsets) == len(shape) <= _MOST_DIMS
-            if not sizes or first != end or last - first != prod(shape) * dtype.itemsize:
+            if first != end or last - first != prod(shape) * dtype.itemsize or len(offsets) != len(shape):
                 raise ValueError(f"bytes {entry['data_offsets']} for {key:.200} as {dtype} {list(shape)[:9]}")
             chunks[key] = Chunk(path, _LENGTH + length + first, dtype, tuple(offsets), shape)
             end = last

@@ -1,6 +1,6 @@
 """export_safetensors: write a checkpoint as the folder that transformers' from_pretrained reads.
 
-Source of the format: checkpoint/tensor_files.py, and of the index: transformers' sharded checkpoints.
+Source of the format: checkpoint/tensor_files.py.
 """
 
 import json
@@ -28,22 +28,19 @@ def export_safetensors(
     checkpoint: str | os.PathLike[str],
     out_dir: str | os.PathLike[str],
     *,
-    shard_gib: float = 4.0,
     prefix: str = "",
     adapter_only: bool = False,
 ) -> Path:
     """Write the model of a checkpoint as safetensors, in one process that holds one tensor at a time.
 
-    The folder gets model.safetensors, or several numbered files and model.safetensors.index.json. The
-    config.json of a transformers model is written too. Add the tokenizer with
+    The folder gets model.safetensors, and the config.json of a transformers model. Add the tokenizer with
     `tokenizer.save_pretrained(out_dir)`. Tied tensors are written once; transformers ties them again. The
     checkpoint is verified first. After a crash a reader finds the old model, the new one, or none.
 
     Args:
         checkpoint: of save_distributed, or a directory of such checkpoints (then the last one is taken).
         out_dir: made if it is not there. What has the same name is replaced, and an earlier export no longer
-            found: a model.safetensors or an index beside the new weights is deleted.
-        shard_gib: begin another file where one would become larger than this.
+            found: an index beside the new weights is deleted.
         prefix: of the names to export, and left out of them: "net." where a LightningModule has the
             transformers model as `self.net`. The config.json is that model's.
         adapter_only: of a model with LoRA by peft, write what peft's `PeftModel.from_pretrained` reads:
@@ -59,11 +56,9 @@ def export_safetensors(
 
     Example::
 
-        folder = export_safetensors("run", "exported", shard_gib=5)
+        folder = export_safetensors("run", "exported")
         print(*(file.name for file in folder.iterdir()))  # model.safetensors
     """
-    if not 0 < shard_gib < float("inf"):
-        raise CheckpointError(f"expected shard_gib to be above 0, and finite, found {shard_gib}")
     source, out = find(checkpoint), local_path(out_dir)
     verify_checkpoint(source)
     manifest = read_manifest(source)
@@ -79,18 +74,21 @@ def export_safetensors(
     else:
         names = dict(zip(reversed(keys.values()), reversed(keys), strict=True))  # the first one of tied names
         keys = {name: key for name, key in keys.items() if names[key] == name}
+    tensors = {name: stored.specs[key] for name, key in keys.items()}
+    content = (view(stored.read_whole(key)) for key in keys.values())
+    weights, config_name = (ADAPTER_FILE, ADAPTER_CONFIG) if adapter_only else (ONE_FILE, "config.json")
     with Unfinished(out, manifest["step"]) as folder:  # as a save: what a crash left is deleted
         unfinished, _ = folder.begin()
-        if adapter_only:
-            _write(unfinished / ADAPTER_FILE, keys, stored)
-            files = [ADAPTER_CONFIG, ADAPTER_FILE]
-        else:
-            files = ["config.json"] * (config is not None)
-            files += _write_parts(unfinished, keys, stored, int(shard_gib * 2**30))
+        write_file(unfinished / weights, chain([pack_header(tensors, {})], content))
         if config is not None:
-            write_file(unfinished / files[0], [json.dumps(config, indent=2).encode()])
+            write_file(unfinished / config_name, [json.dumps(config, indent=2).encode()])
         with doing("write", out):
-            _publish(unfinished, out, files)
+            for read_first in (weights,) if adapter_only else (weights, INDEX):
+                (out / read_first).unlink(missing_ok=True)  # so there is none while others change
+            sync_directory(out)
+            for name in (config_name, weights) if config is not None else (weights,):
+                (unfinished / name).replace(out / name)
+            sync_directory(out)
     return out
 
 
@@ -135,44 +133,3 @@ def _adapter_in(source: Path, keys: Keys, adapters: dict[str, Any]) -> tuple[Key
             new = re.sub(rf"(\.lora_\w+)\.{re.escape(adapter)}(?=\.|$)", r"\1", name)
             found[re.sub(r"(\.lora_magnitude_vector)\.weight$", r"\1", new)] = key  # DoRA's
     return {_PEFT + name.removeprefix(_PEFT): key for name, key in found.items()}, config
-
-
-def _write_parts(folder: Path, keys: Keys, stored: StoredTensors, limit: int) -> list[str]:
-    """Write one file, or several of about `limit` bytes and an index. Readers look for the last name."""
-    parts: list[Keys] = [{}]
-    filled = 0
-    for name, key in keys.items():
-        size = stored.specs[key].nbytes
-        if parts[-1] and filled + size > limit:
-            parts.append({})
-            filled = 0
-        parts[-1][name] = key
-        filled += size
-    if len(parts) == 1:
-        _write(folder / ONE_FILE, keys, stored)
-        return [ONE_FILE]
-    weight_map: dict[str, str] = {}
-    for number, part in enumerate(parts, 1):
-        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        _write(folder / file, part, stored)
-        weight_map |= dict.fromkeys(part, file)
-    total = sum(stored.specs[key].nbytes for key in keys.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    write_file(folder / INDEX, [json.dumps(index, indent=2).encode()])
-    return [*dict.fromkeys(weight_map.values()), INDEX]
-
-
-def _write(path: Path, keys: Keys, stored: StoredTensors) -> None:
-    header = pack_header({name: stored.specs[key] for name, key in keys.items()}, {})
-    write_file(path, chain([header], (view(stored.read_whole(key)) for key in keys.values())))
-
-
-def _publish(unfinished: Path, out: Path, files: list[str]) -> None:
-    """Give the files their names. Readers begin with the last one, so there is none while others change."""
-    first_read = {ADAPTER_FILE} if ADAPTER_FILE in files else {ONE_FILE, INDEX}
-    for file in first_read if len(files) > 1 else first_read - {files[-1]}:
-        (out / file).unlink(missing_ok=True)
-    sync_directory(out)
-    for file in files:
-        (unfinished / file).replace(out / file)
-    sync_directory(out)

@@ -82,12 +82,12 @@ def load_pretrained(
         ((stored, place),) = opened
 
         def check() -> tuple[dict[str, list[str]], list[Buffer], list[str]]:
-            held = Held.of(model)
+            held = Held(model)
             own = held.of_model()
             for name, tensor in own.items():
                 held_part(name, tensor)
             remedy = "build the model that was saved there"
-            names = match_model(held, stored.specs, str(folder), remedy, cast=cast).stored
+            names, *_ = match_model(held, stored.specs, str(folder), remedy, cast=cast)
             _check_ties(stored, own, names, place)
             return names, *compute_buffers(model, place)
 
@@ -103,7 +103,7 @@ def load_pretrained(
 
         def fill() -> None:
             materialise(model, place, computed)
-            own = Held.of(model).of_model()
+            own = Held(model).of_model()
             stored.read_into([(first, own[name]) for name, (first, *_) in names.items()])
 
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."

@@ -47,28 +47,6 @@ def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def gloo_timeout(group: dist.ProcessGroup) -> float | None:
-    """Seconds that a gloo collective of the group may wait; None for a group without gloo."""
-    backend = _gloo(group)
-    return None if backend is None else backend.options._timeout.total_seconds()
-
-
-def set_gloo_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Set the time-out of the group's gloo collectives, from the next one on; other backends keep theirs."""
-    if (backend := _gloo(group)) is not None:
-        backend._set_default_timeout(timedelta(seconds=seconds))
-
-
-def _gloo(group: dist.ProcessGroup) -> Any:
-    import torch.distributed as dist
-
-    for device in group._device_types:  # as torch's own setter of time-outs does
-        backend = group_backend(group, device)
-        if isinstance(backend, dist.ProcessGroupGloo):
-            return backend
-    return None
-
-
 def fake_store() -> dist.Store:
     """For init_process_group("fake", ...), which this import registers; it takes fake tensors too."""
     import torch
