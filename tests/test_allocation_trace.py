@@ -113,7 +113,7 @@ def fsdp_trace(backend: str, fake_tensors: bool) -> AllocationTrace:
 
 
 @on_ranks()
-def test_fsdp_gathers_in_streams_of_its_own_and_frees_what_it_gathered() -> None:
+def test_fsdp_gathers_in_streams_of_its_own_and_fake_tensors_give_the_trace_of_real_ones() -> None:
     trace, unit = fsdp_trace("gloo", fake_tensors=False), sum(p.nbytes for p in Block(256).parameters())
     second = trace.events[[i for i, event in enumerate(trace.events) if event.kind == "step"][1] :]
     gathered = Counter(e.kind for e in second if e.stream == 1 and e.size >= 0.9 * unit)
@@ -123,10 +123,6 @@ def test_fsdp_gathers_in_streams_of_its_own_and_frees_what_it_gathered() -> None
     assert at_rest == pytest.approx(4 * unit / 2, rel=0.02)
     # unsharded training would hold weights, moments and at least one unit's gradients
     assert trace.peak_gib * 2**30 < 3 * 4 * unit
-
-
-@on_ranks()
-def test_fake_tensors_give_the_same_trace_as_real_ones() -> None:
     real, fake = (fsdp_trace("fake", fake_tensors) for fake_tensors in (False, True))
     assert len(real.events) > 100
     assert real == fake

@@ -68,20 +68,12 @@ def test_the_masks_of_a_seed_stay_the_same_between_releases(seed: int, crc: int)
     """So that a run goes on from a checkpoint with the masks that it would have had. Pages have 2**16."""
     params = [parameter(n) for n in (3 * 2**16 + 77, 2**20, 5)]
     optimizer = ChildTuningAdamW(params, betas=(0.0, 0.0), reserve_p=0.25, seed=seed)
-    kept = []
+    kept, random = [], torch.get_rng_state()
     for _ in range(2):
         optimizer.step()
         kept += [optimizer.state[p]["exp_avg"] != 0 for p in params]
+    assert torch.equal(torch.get_rng_state(), random)  # nobody else's random numbers change
     assert zlib.crc32(torch.cat(kept).numpy().tobytes()) == crc
-
-
-def test_nobody_elses_random_numbers_change_and_they_change_nothing() -> None:
-    p = parameter(1000)
-    before = torch.get_rng_state()
-    first = seen_by_adamw(p)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(7)
-    assert torch.equal(first, seen_by_adamw(p))
 
 
 # ---- the rest is AdamW ---------------------------------------------------------------------------------
@@ -239,22 +231,18 @@ def test_a_resumed_run_is_the_run(mode: str) -> None:
         assert torch.equal(p, first.get_parameter(name)), name
 
 
-def test_masks_outlast_states_that_are_loaded_one_after_the_other() -> None:
+def test_masks_hold_with_a_state_of_adamw_and_give_way_to_those_of_a_state() -> None:
     plain = torch.optim.AdamW([parameter(100)], weight_decay=0.0)
     plain.step()
     _, lender = masked(~EVEN)
     lender.step()
-    without, other = plain.state_dict(), lender.state_dict()
-    for states, expected in (((without,) * 2, EVEN), ((without, other), ~EVEN), ((other, without), EVEN)):
+    for states, expected in (((plain,), EVEN), ((plain, lender), ~EVEN)):
         p, optimizer = masked()
-        for state in states:
-            optimizer.load_state_dict(state)
+        for one in states:
+            optimizer.load_state_dict(one.state_dict())
         before = p.detach().clone()
         optimizer.step()
         assert torch.equal(p != before, expected)
-        again, resumed = masked(torch.ones(100))  # from what was saved after that
-        resumed.load_state_dict(optimizer.state_dict())
-        assert torch.equal(is_kept(resumed, again), expected)
     moments = plain.state_dict()["state"][0]["exp_avg_sq"]
     assert bool(moments.isfinite().all())  # the lender's stay as they are
 
