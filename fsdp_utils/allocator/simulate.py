@@ -23,7 +23,6 @@ class OutOfMemory:
     event: int  # index into the trace's events
     step: int  # training steps begun before it; 0 is before the first
     name: str  # the operator that asked
-    stream: int
     requested_gib: float
     allocated_gib: float
     reserved_gib: float
@@ -152,7 +151,7 @@ def simulate_allocator(
                 held[event.block] = block
             else:
                 sizes = (event.size / GIB, allocator.allocated / GIB, allocator.reserved / GIB)
-                result.out_of_memory = OutOfMemory(index, len(result.steps), event.name, event.stream, *sizes)
+                result.out_of_memory = OutOfMemory(index, len(result.steps), event.name, *sizes)
         result.allocated.append(allocator.allocated)
         result.reserved.append(allocator.reserved)
         if result.out_of_memory:
