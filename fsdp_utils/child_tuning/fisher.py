@@ -90,8 +90,10 @@ def _squared_gradients(
     model: nn.Module, batches: Any, loss_fn: Any, parts: _Parts, ranks: Ranks
 ) -> list[Tensor]:
     """Sum the squares over the batches, for this rank's elements."""
-    # in fp32 the square of 1e20 is infinite and that of 1e-23 is 0
-    fisher = [torch.zeros(piece.numel, dtype=torch.float64, device=p.device) for p, piece in parts]
+    # In fp32 the square of 1e20 is infinite and that of 1e-23 is 0. Apple's GPU has no fp64.
+    devices = ["cpu" if p.device.type == "mps" else p.device for p, _ in parts]
+    sizes = [piece.numel for _, piece in parts]
+    fisher = [torch.zeros(n, dtype=torch.float64, device=d) for n, d in zip(sizes, devices, strict=True)]
     given, end, iterator = 0, object(), iter(() if batches is None else batches)
     while with_one := sum(ranks.numbers((batch := next(iterator, end)) is not end)):
         if with_one < ranks.world_size:  # which would leave the others waiting
