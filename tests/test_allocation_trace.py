@@ -113,7 +113,7 @@ def fsdp_trace(backend: str, fake_tensors: bool) -> AllocationTrace:
 
 
 @on_ranks()
-def test_fsdp_gathers_in_streams_of_its_own_and_frees_what_it_gathered() -> None:
+def test_fsdp_gathers_in_streams_of_its_own_and_fake_tensors_give_the_trace_of_real_ones() -> None:
     trace, unit = fsdp_trace("gloo", fake_tensors=False), sum(p.nbytes for p in Block(256).parameters())
     second = trace.events[[i for i, event in enumerate(trace.events) if event.kind == "step"][1] :]
     gathered = Counter(e.kind for e in second if e.stream == 1 and e.size >= 0.9 * unit)
@@ -123,43 +123,6 @@ def test_fsdp_gathers_in_streams_of_its_own_and_frees_what_it_gathered() -> None
     assert at_rest == pytest.approx(4 * unit / 2, rel=0.02)
     # unsharded training would hold weights, moments and at least one unit's gradients
     assert trace.peak_gib * 2**30 < 3 * 4 * unit
-
-
-@on_ranks()
-def test_fake_tensors_give_the_same_trace_as_real_ones() -> None:
     real, fake = (fsdp_trace("fake", fake_tensors) for fake_tensors in (False, True))
     assert len(real.events) > 100
     assert real == fake
-
-
-def test_a_snapshot_becomes_a_trace_in_which_frees_count_when_complete() -> None:
-    """In the format of `torch.cuda.memory._snapshot`; what lived before the history comes first."""
-    history = [
-        ("free_completed", 0x5000, 700, 0),
-        ("segment_alloc", 0x1000, 2 * MIB, 0),
-        ("alloc", 0x1000, 100, 0),
-        ("free_requested", 0x1000, 100, 0),
-        ("alloc", 0x2000, 300, 77),
-        ("free_completed", 0x1000, 100, 0),
-        ("alloc", 0x1000, 400, 0),
-    ]
-    entries = [dict(zip(("action", "addr", "size", "stream"), entry, strict=True)) for entry in history]
-    block = {"address": 0x7000, "size": 512, "requested_size": 50, "state": "active_allocated"}
-    segment = {"device": 0, "address": 0x7000, "total_size": 2 * MIB, "stream": 0, "blocks": [block]}
-    trace = AllocationTrace.from_snapshot({"device_traces": [entries], "segments": [segment]})
-    assert [(e.kind, e.size, e.stream) for e in trace.events] == [
-        ("alloc", 700, 0),
-        ("alloc", 50, 0),
-        ("free", 700, 0),
-        ("alloc", 100, 0),
-        ("alloc", 300, 1),
-        ("free", 100, 0),
-        ("alloc", 400, 0),
-    ]
-    assert len({e.block for e in trace.events if e.kind == "alloc"}) == 5
-
-
-@pytest.mark.parametrize("snapshot", [{"segments": []}, {"device_traces": [[]], "segments": []}])
-def test_a_snapshot_without_history_is_refused(snapshot: dict) -> None:
-    with pytest.raises(ValueError, match=r"history of device 0 .* found none.*_record_memory_history"):
-        AllocationTrace.from_snapshot(snapshot)

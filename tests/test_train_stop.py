@@ -109,14 +109,6 @@ def test_a_number_that_is_none_ends_the_run_on_all_ranks_and_its_samples_are_nam
         assert torch.isfinite(torch.tensor([*metrics(out / name).values()])).all()
 
 
-def test_where_all_checkpoints_are_damaged_a_run_begins_anew(tmp_path: Path) -> None:
-    first = alone(tmp_path, steps=3, keep=1)
-    for path in saved(tmp_path).values():
-        damage(path)
-    assert alone(tmp_path, steps=3, keep=1) == first
-    assert [event["step"] for event in events(tmp_path, "started")] == [0, 0]
-
-
 # ---- saves that fail, and a full disk --------------------------------------------------------------
 
 
@@ -252,7 +244,7 @@ def test_asked_at_any_moment_it_saves_and_goes_on_without_a_seam(tmp_path: Path)
     with after_step(4, four_steps):
         assert not stopped(tmp_path / "whole", 0)
     assert in_time > 10
-    for moment in (1, in_time // 3, 2 * in_time // 3, in_time, (in_time + count) // 2, count - 1):
+    for moment in (1, in_time // 2, in_time, count - 1):
         out = tmp_path / f"at {moment}"
         was_stopped = stopped(out, moment)  # in the last step or later it ends by itself
         assert was_stopped or moment > in_time

@@ -87,7 +87,7 @@ class SegmentAllocator:
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
-        self.allocated = self.reserved = self.retries = self.device_allocs = self.device_frees = 0
+        self.allocated = self.reserved = self.retries = 0
         self.small, self.large = Pool(small=True), Pool(small=False)
         self._next_address = 0
 
@@ -147,19 +147,14 @@ class SegmentAllocator:
         """cudaFree the segment if no part of it is in use."""
         if block.prev is None and block.next is None:
             block.pool.remove(block)
-            self._unreserve(block.size)
+            self.reserved -= block.size
 
     def _reserve(self, size: int) -> bool:
         """Take memory from the device, if the limit allows it."""
         if self.limit is not None and self.reserved + size > self.limit:
             return False
         self.reserved += size
-        self.device_allocs += 1
         return True
-
-    def _unreserve(self, size: int) -> None:
-        self.reserved -= size
-        self.device_frees += 1
 
 
 class ExpandableAllocator(SegmentAllocator):
@@ -228,7 +223,7 @@ class ExpandableAllocator(SegmentAllocator):
             pool.add(block.split(size))
         block.mapped = False
         pool.give_back(block)
-        self._unreserve(size)
+        self.reserved -= size
 
 
 def _room(block: Block) -> int:

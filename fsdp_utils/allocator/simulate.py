@@ -23,7 +23,6 @@ class OutOfMemory:
     event: int  # index into the trace's events
     step: int  # training steps begun before it; 0 is before the first
     name: str  # the operator that asked
-    stream: int
     requested_gib: float
     allocated_gib: float
     reserved_gib: float
@@ -45,8 +44,6 @@ class Simulation:
     reserved: list[int] = field(default_factory=list, repr=False)
     steps: list[int] = field(default_factory=list)  # the event at which each step begins
     retries: list[int] = field(default_factory=list)  # the events that needed a retry
-    num_device_alloc: int = 0  # calls of cudaMalloc, or pages mapped
-    num_device_free: int = 0
     out_of_memory: OutOfMemory | None = None
 
     @property
@@ -115,7 +112,7 @@ def simulate_allocator(
     """Replay a trace through the rules of PyTorch's CUDA caching allocator: a simulation, without a GPU.
 
     Args:
-        trace: from `record_allocations` or `AllocationTrace.from_snapshot`.
+        trace: from `record_allocations`.
         limit_gib: memory that PyTorch may reserve, in GiB; unlimited by default.
         expandable_segments: as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
 
@@ -154,10 +151,9 @@ def simulate_allocator(
                 held[event.block] = block
             else:
                 sizes = (event.size / GIB, allocator.allocated / GIB, allocator.reserved / GIB)
-                result.out_of_memory = OutOfMemory(index, len(result.steps), event.name, event.stream, *sizes)
+                result.out_of_memory = OutOfMemory(index, len(result.steps), event.name, *sizes)
         result.allocated.append(allocator.allocated)
         result.reserved.append(allocator.reserved)
         if result.out_of_memory:
             break
-    result.num_device_alloc, result.num_device_free = allocator.device_allocs, allocator.device_frees
     return result

@@ -1,7 +1,7 @@
 """Record what a training step allocates and frees, in order: the input of the allocator's simulation."""
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -49,46 +49,6 @@ class AllocationTrace:
             live += event.size if event.kind == "alloc" else -event.size
             peak = max(peak, live)
         return peak / GIB
-
-    @classmethod
-    def from_snapshot(cls, snapshot: Mapping[str, Any]) -> "AllocationTrace":
-        """Read what PyTorch's allocator did on the first GPU; begins with what was allocated before.
-
-        Args:
-            snapshot: `torch.cuda.memory._snapshot()`, after `torch.cuda.memory._record_memory_history()` with
-                `max_entries` large enough to hold every event. A block is freed at "free_completed".
-
-        Raises:
-            ValueError: the snapshot holds no history of this device.
-        """
-        history = [*snapshot.get("device_traces", []), []][0]
-        if not history:
-            raise ValueError(
-                "AllocationTrace.from_snapshot: expected the history of device 0 there, found none. Call "
-                "torch.cuda.memory._record_memory_history() before the steps."
-            )
-        trace, earlier, streams = cls(), [], {0: 0}
-        live: dict[int, AllocationEvent] = {}  # address -> its allocation
-
-        def allocate(address: int, size: int, stream: int, into: list[AllocationEvent]) -> None:
-            number = streams.setdefault(stream, len(streams))
-            live[address] = AllocationEvent("alloc", len(trace.events) + len(earlier), size, stream=number)
-            into.append(live[address])
-
-        for entry in history:
-            if entry["action"] == "alloc":
-                allocate(entry["addr"], entry["size"], entry["stream"], trace.events)
-            elif entry["action"] == "free_completed":
-                if entry["addr"] not in live:
-                    allocate(entry["addr"], entry["size"], entry["stream"], earlier)
-                freed = live.pop(entry["addr"])
-                trace.events.append(AllocationEvent("free", freed.block, freed.size, stream=freed.stream))
-        for segment in snapshot["segments"]:
-            for block in segment["blocks"] if segment["device"] == 0 else ():
-                if block["state"] == "active_allocated" and block["address"] not in live:
-                    allocate(block["address"], block["requested_size"], segment["stream"], earlier)
-        trace.events[:0] = earlier
-        return trace
 
 
 @contextmanager

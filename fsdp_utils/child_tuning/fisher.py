@@ -1,10 +1,9 @@
-"""Find the weights with the largest Fisher information for a task: ranks add up histograms of its bits."""
+"""Find the weights with the largest Fisher information for a task: ranks count those above a bound."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
@@ -14,7 +13,6 @@ from fsdp_utils.distributed.agreement import Ranks, agree
 from fsdp_utils.sharding.local_part import Piece, local, pieces
 from fsdp_utils.sharding.names import some_names
 
-_CHUNK = 2**20  # values that are counted at once
 _WAIT_S = 1800.0  # for a rank whose batches take longer
 _Parts = list[tuple[nn.Parameter, Piece]]
 
@@ -68,8 +66,8 @@ def fisher_mask(
         ranks = agree("fisher_mask", lambda: {"keep": keep}, error=ValueError, topic="fisher", **limits)
     parts = [(p, piece) for (_, p), own in zip(params, pieces(params), strict=True) for piece in own]
     fisher = _squared_gradients(model, batches, loss_fn, parts, ranks)
-    bad = _sum(torch.tensor([int(not total.isfinite().all()) for total in fisher]), ranks).tolist()
-    if names := [piece.name for (_, piece), found in zip(parts, bad, strict=True) if found]:
+    bad = ranks.all(lambda: [not total.isfinite().all() for total in fisher])
+    if names := [piece.name for (_, piece), *found in zip(parts, *bad, strict=True) if any(found)]:
         raise ValueError(
             f"fisher_mask: expected finite gradients, found others in {some_names(names)}. Lower the loss's "
             "scale, or compute in fp32 or bf16."
@@ -142,22 +140,12 @@ def _largest(fisher: list[Tensor], where: list[Piece], keep: float, ranks: Ranks
 
 def _bound(tensors: list[Tensor], wanted: int, ranks: Ranks) -> tuple[int, int]:
     """Find the wanted-th largest of all ranks' values, and how many that equal it are among the wanted."""
+
+    def reach(least: int) -> int:
+        return sum(ranks.numbers(sum(int((values >= least).sum()) for values in tensors)))
+
     bound = 0
-    for shift in (48, 32, 16, 0):
-        counts = torch.zeros(2**16, dtype=torch.int64)
-        for chunk in (chunk for values in tensors for chunk in values.split(_CHUNK)):
-            upper = chunk >> shift
-            equal = upper[upper >> 16 == bound >> shift >> 16] & 0xFFFF
-            counts += torch.bincount(equal, minlength=2**16).cpu()
-        from_above = _sum(counts, ranks).flip(0).cumsum(0)
-        place = int((from_above >= wanted).nonzero()[0])
-        bound |= (2**16 - 1 - place) << shift
-        wanted -= int(from_above[place - 1]) if place else 0
-    return bound, wanted
-
-
-def _sum(values: Tensor, ranks: Ranks) -> Tensor:
-    """Add up what the ranks have in CPU memory."""
-    if ranks.distributed:
-        dist.all_reduce(values, group=ranks.group)
-    return values
+    for bit in reversed(range(63)):
+        if reach(bound | 1 << bit) >= wanted:
+            bound |= 1 << bit
+    return bound, wanted - reach(bound + 1)

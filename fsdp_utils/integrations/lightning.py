@@ -76,7 +76,7 @@ class CheckpointCallback(Callback):
         self, directory: str | os.PathLike[str], *, every_n_steps: int, keep: int | None = None
     ) -> None:
         self._directory, self._every, self._keep = directory, every_n_steps, keep
-        self._resumed: dict[str, Any] | None = None
+        self._rng: Any = None  # of the checkpoint, until the training begins
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.global_step:
@@ -91,7 +91,7 @@ class CheckpointCallback(Callback):
                 f"{self._directory}, found {trainer.ckpt_path}. Leave one of them out"
             )
         # on another number of ranks than the one that saved: rank 0's values
-        saved = {key: one[0] if isinstance(one, PerRank) else one for key, one in found.items()}
+        saved = found["trainer"][0] if isinstance(found["trainer"], PerRank) else found["trainer"]
         trainer.precision_plugin.load_state_dict(saved["precision"])
         for config, state in zip(trainer.lr_scheduler_configs, saved["schedulers"], strict=True):
             config.scheduler.load_state_dict(state)
@@ -105,11 +105,11 @@ class CheckpointCallback(Callback):
                 progress.ready = progress.completed  # saved after the next epoch was counted
             loop.epoch_loop.restarting = False
             loop.on_iteration_done()
-        self._resumed = found
+        self._rng = found["rng"]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._last = trainer.global_step
-        if self._resumed is None:
+        if self._rng is None:
             return
         loop = trainer.fit_loop
         if loop.restarting:  # within an epoch
@@ -121,9 +121,8 @@ class CheckpointCallback(Callback):
             for _ in range(loop.epoch_loop.batch_progress.current.ready):
                 next(fetcher)
             fetcher.fetched = fetched  # Lightning adds the batches before these
-        if not isinstance(self._resumed["rng"], PerRank):
-            set_rng_state(self._resumed["rng"])
-        self._resumed = None
+        set_rng_state(self._rng)
+        self._rng = None
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
@@ -133,8 +132,7 @@ class CheckpointCallback(Callback):
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._save_if_due(trainer)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._save_if_due(trainer)
+    on_train_end = on_train_epoch_start
 
     def _save_if_due(self, trainer: Any) -> None:
         step = trainer.global_step
@@ -143,21 +141,17 @@ class CheckpointCallback(Callback):
         self._last = step
         loops = trainer.fit_loop.state_dict()
         loops["state_dict"].pop("combined_loader", None)  # the position of this number of ranks
+        own = {  # callbacks and loops may keep times and losses of their rank
+            "precision": trainer.precision_plugin.state_dict(),
+            "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+            "loops": loops,
+            "callbacks": {one.state_key: state for one in trainer.callbacks if (state := one.state_dict())},
+        }
         save_distributed(
             self._directory,
             trainer.model,
             trainer.optimizers or None,
             step=step,
             keep=self._keep,
-            state={
-                "precision": trainer.precision_plugin.state_dict(),
-                "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-            },
-            per_rank={  # callbacks and loops may keep times and losses of their rank
-                "loops": loops,
-                "callbacks": {
-                    one.state_key: state for one in trainer.callbacks if (state := one.state_dict())
-                },
-                "rng": rng_state(),
-            },
+            per_rank={"trainer": own, "rng": rng_state()},
         )

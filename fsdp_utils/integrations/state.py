@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fsdp_utils.checkpoint import PerRank
 from fsdp_utils.memory import MemoryReport
 
 _NUMBERS = "steps max_reserved_gib max_allocated_gib num_alloc_retries num_ooms samples_per_s"
@@ -27,8 +28,10 @@ def rng_state() -> dict[str, Any]:
     }
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Set this rank's generators to what rng_state() returned."""
+def set_rng_state(state: dict[str, Any] | PerRank) -> None:
+    """Set this rank's generators to what rng_state() returned; not if another number of ranks saved it."""
+    if isinstance(state, PerRank):
+        return
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["cpu"])

@@ -1,18 +1,18 @@
 """Callbacks for transformers' Trainer: measure memory, and save and resume with `save_distributed`."""
 
+import atexit
 import dataclasses
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from fsdp_utils._extras import need
-from fsdp_utils.checkpoint import CheckpointError, PerRank, checkpoints, load_distributed, save_distributed
+from fsdp_utils.checkpoint import CheckpointError, checkpoints, load_distributed, save_distributed
 from fsdp_utils.checkpoint.load import read_state
-from fsdp_utils.distributed import agree, get_world_size
+from fsdp_utils.distributed.agreement import Ranks, agree
 from fsdp_utils.integrations.state import numbers_of, rng_state, set_rng_state
 from fsdp_utils.memory import Memory_Maximizer, MemoryReport
 
@@ -67,12 +67,12 @@ class MemoryCallback(TrainerCallback):
                 line.update(numbers_of(self.report))
 
 
-class CheckpointCallback(TrainerCallback):
+class CheckpointCallback:
     """Saves a Trainer's training with `save_distributed` whenever the Trainer would save, and resumes it.
 
     A checkpoint holds model, optimizer, learning rate schedule, scaler, the Trainer's state, and each rank's
     random number generators, in place of the Trainer's own folders. `save_strategy`, `save_steps` and
-    `save_total_limit` apply. The trainer gets this callback; directory is that of `save_distributed`.
+    `save_total_limit` apply. directory is that of `save_distributed`.
 
     Raises:
         ValueError: the Trainer needs its own folders, for its best model or to upload them, or DeepSpeed.
@@ -87,24 +87,18 @@ class CheckpointCallback(TrainerCallback):
 
     def __init__(self, trainer: "Trainer", directory: str | os.PathLike[str]) -> None:
         args = trainer.args
-        refused = {
-            "load_best_model_at_end": args.load_best_model_at_end,
-            'push_to_hub without hub_strategy="end"': args.push_to_hub and args.hub_strategy != "end",
-            "DeepSpeed": trainer.is_deepspeed_enabled,
-        }
-        if found := [name for name, is_on in refused.items() if is_on]:
+        uploads = args.push_to_hub and args.hub_strategy != "end"
+        if args.load_best_model_at_end or uploads or trainer.is_deepspeed_enabled:
             raise ValueError(
                 "CheckpointCallback: expected a Trainer that needs no checkpoints of its own, which this "
-                f"callback replaces, found {', '.join(found)}"
+                'replaces, found load_best_model_at_end, push_to_hub without hub_strategy="end" or DeepSpeed'
             )
         self._trainer: Any = trainer
-        self._directory, self._step = directory, 0
-        self._resuming: tempfile.TemporaryDirectory[str] | None = None
-        trainer.add_callback(self)
+        self._directory = directory
         # what the Trainer calls to resume, in this order, and to save
         self._trainer._load_from_checkpoint = self._trainer._load_scaler = lambda *_: None
         self._trainer._load_optimizer_and_scheduler = lambda _: self._load()
-        self._trainer._load_rng_state = lambda _: self._load_rng()
+        self._trainer._load_rng_state = lambda _: set_rng_state(self._loaded["rng"])
         self._trainer._save_checkpoint = lambda *_: self._save()
 
     def newest(self) -> str | None:
@@ -117,9 +111,17 @@ class CheckpointCallback(TrainerCallback):
             CheckpointError: it is damaged, or not from this callback; or a rank did not call this.
         """
 
-        def look() -> tuple[int, dict[str, Any]] | None:
+        def look() -> str | None:
             steps = checkpoints(self._directory)
-            return (last := [*steps][-1], read_state(steps[last])) if steps else None  # saved last
+            if not steps:
+                return None
+            state = read_state(steps[[*steps][-1]])  # saved last
+            if "trainer" not in state:
+                raise CheckpointError(
+                    f"{self._directory}: expected checkpoints that CheckpointCallback saved, found in the "
+                    f"newest the state {sorted(state)}"
+                )
+            return state["trainer"]
 
         # rank 0 looks: others may see the directory later
         ranks = agree("CheckpointCallback.newest", dict, error=CheckpointError, topic="newest")
@@ -128,39 +130,17 @@ class CheckpointCallback(TrainerCallback):
         ranks.close()
         if found is None:
             return None
-        step, state = found
-        if "trainer" not in state:
-            raise CheckpointError(
-                f"{self._directory}: expected a checkpoint that CheckpointCallback saved, found in that of "
-                f"step {step} the state {sorted(state)}"
-            )
-        self._step = step
-        self._resuming = tempfile.TemporaryDirectory(prefix="trainer-state-")
-        Path(self._resuming.name, "trainer_state.json").write_text(state["trainer"])
-        return self._resuming.name
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step != self._step:
-            raise CheckpointError(
-                "expected trainer.train(resume_from_checkpoint=...) with what newest() returned, the "
-                f"checkpoint of step {self._step}, found a training that begins at step {state.global_step}"
-            )
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._resuming is not None:
-            self._resuming.cleanup()
-        self._resuming, self._step = None, 0
+        folder = tempfile.mkdtemp(prefix="trainer-state-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        Path(folder, "trainer_state.json").write_text(found)
+        return folder
 
     def _load(self) -> None:
-        trainer = self._trainer
-        self._loaded = load_distributed(self._directory, trainer.model, trainer.optimizer, step=self._step)
+        trainer, step = self._trainer, self._trainer.state.global_step
+        self._loaded = load_distributed(self._directory, trainer.model, trainer.optimizer, step=step)
         trainer.lr_scheduler.load_state_dict(self._loaded["scheduler"])
         if self._loaded["scaler"] is not None:
             trainer.accelerator.scaler.load_state_dict(self._loaded["scaler"])
-
-    def _load_rng(self) -> None:
-        if not isinstance(self._loaded["rng"], PerRank):  # saved on another number of ranks
-            set_rng_state(self._loaded["rng"])
 
     def _save(self) -> None:
         trainer = self._trainer
@@ -168,11 +148,8 @@ class CheckpointCallback(TrainerCallback):
         callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         stateful: Any = [one for one in callbacks if isinstance(one, ExportableState)]
         trainer.state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
-        # rank 0's for all: times of an evaluation in it differ
-        text = [json.dumps(dataclasses.asdict(trainer.state))]
-        if get_world_size() > 1:
-            dist.broadcast_object_list(text)
         scaler, limit = getattr(trainer.accelerator, "scaler", None), trainer.args.save_total_limit
+        ranks = Ranks("CheckpointCallback", CheckpointError)
         save_distributed(
             self._directory,
             trainer.model,
@@ -182,7 +159,8 @@ class CheckpointCallback(TrainerCallback):
             state={
                 "scheduler": trainer.lr_scheduler.state_dict(),
                 "scaler": scaler and scaler.state_dict(),
-                "trainer": text[0],
+                # rank 0's for all: times of an evaluation in it differ
+                "trainer": ranks.first(lambda: json.dumps(dataclasses.asdict(trainer.state))),
             },
             per_rank={"rng": rng_state()},
         )

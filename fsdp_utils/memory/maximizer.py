@@ -44,12 +44,13 @@ class Memory_Maximizer:
         self._device = device
         self._verbose = verbose
         self._stats: DeviceStats | None = None  # while it measures
+        self._steps: list[Reading] = []
 
     def start(self) -> None:
         """Begin to measure: nothing from before is counted."""
         # Not when created: only now is it certain which device is this rank's and whether there is a group.
         self._stats = device_stats(self._device)
-        self._steps: list[Reading] = []
+        self._steps = []
         self._stats.synchronize()
         self._before = self._stats.read()
         self._begun = self._last = self._stats.now()
@@ -63,8 +64,7 @@ class Memory_Maximizer:
         Raises:
             RuntimeError: start() was not called before.
         """
-        step = self._step(samples)  # raises before start(), which makes self._steps
-        self._steps.append(step)
+        self._steps.append(self._step(samples))
 
     def stop(self) -> MemoryReport:
         """End the measurement, gather the ranks' results, and print the report.
@@ -124,23 +124,17 @@ class Memory_Maximizer:
             seconds=seconds,
             samples=known_sum(step.samples for step in steps) if steps else None,
         )
-        # After an exception the others may never come to their stop(): wait for nobody.
-        ranks, alone = _of_all_ranks(mine) if error is None else ([mine], f"{type(error).__name__} ended it")
-        notes = [f"rank {mine.rank} only: {alone}"] if alone else []
-        notes += [stats.remark] if stats.remark else []
-        self.report = MemoryReport.of(ranks, world_size=get_world_size(), history=steps, notes=notes)
-        if self._verbose and ranks[0].rank == mine.rank:
+        notes, found = [stats.remark] if stats.remark else [], [mine]
+        try:
+            if error is not None:  # the others may never come to their stop(): wait for nobody
+                raise RuntimeError(f"{type(error).__name__} ended it")
+            ranks = agree("Memory_Maximizer.stop", dict, error=RuntimeError, topic="memory", wait_s=_WAIT_S)
+            with ranks.guard():
+                found = ranks.all(lambda: mine)
+            ranks.close()
+        except RuntimeError as alone:
+            notes.insert(0, f"rank {mine.rank} only: {alone}")
+        self.report = MemoryReport.of(found, world_size=get_world_size(), history=steps, notes=notes)
+        if self._verbose and found[0].rank == mine.rank:
             print(self.report)
         return self.report
-
-
-def _of_all_ranks(mine: RankMemory) -> tuple[list[RankMemory], str]:
-    """Gather the results of all ranks; if one does not come, return this rank's, and why."""
-    try:
-        ranks = agree("Memory_Maximizer.stop", dict, error=RuntimeError, topic="memory", wait_s=_WAIT_S)
-        with ranks.guard():
-            results = ranks.all(lambda: mine)
-        ranks.close()
-    except RuntimeError as error:
-        return [mine], str(error)
-    return results, ""

@@ -69,7 +69,6 @@ class Checkpoints:
             return
 
         def begin() -> Save:
-            self._log.durable()
             state = {"seen": seen, "data": self._identity}
             options: Any = {"step": step, "state": state, "keep": self._keep, "asynchronous": not last}
             return save_distributed(self._directory, model, optimizer, **options)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from fsdp_utils._commands import VERSION
 from fsdp_utils._extras import need
 
-_MAY_BE_NONE = {"data.micro_batch", "optim.clip", "profile_step"}
+_MAY_BE_NONE = {"data.micro_batch", "optim.clip"}
 
 
 class ConfigError(ValueError):
@@ -112,7 +112,6 @@ class TrainConfig:
         eval_every: steps between evaluations; the last step is evaluated in any case.
         save_every: steps between checkpoints; the last step is saved in any case.
         keep: how many checkpoints are kept.
-        profile_step: the step of which torch.profiler writes a trace on rank 0.
         hang_s: a rank that has not moved for so long hangs. Longer than any step but the first, and any save.
         timeout_s: the same for the start and the first step; and how long a rank waits in a collective.
     """
@@ -128,7 +127,6 @@ class TrainConfig:
     eval_every: int = 50
     save_every: int = 50
     keep: int = 2
-    profile_step: int | None = None
     hang_s: float = 300.0
     timeout_s: float = 600.0
 
@@ -157,7 +155,7 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
 
 def check(config: TrainConfig) -> None:
     """Raise ConfigError for the first value that a run cannot have."""
-    counts = "steps log_every eval_every save_every keep data.batch_size data.micro_batch profile_step"
+    counts = "steps log_every eval_every save_every keep data.batch_size data.micro_batch"
     positive = "hang_s timeout_s optim.lr optim.clip"
     checks: list[tuple[str, Callable[[Any], bool], str]] = [
         ("out data.source", bool, "a name"),

@@ -57,11 +57,9 @@ def load_data(config: DataConfig) -> Data:
         ) from error
     predicts_next, build = getattr(task, "predicts_next", False), getattr(task, "build", None)
     if len(train) < config.batch_size:
-        enough = f"at least data.batch_size ({config.batch_size}) samples to train on"
-        raise ConfigError(f"{where} {enough}, found {len(train)}")
-    if predicts_next and len(train[0]["labels"]) < 2:
-        enough = "samples of at least 2 tokens, of which each predicts the next"
-        raise ConfigError(f"{where} {enough}, found {len(train[0]['labels'])}")
+        raise ConfigError(
+            f"{where} at least data.batch_size ({config.batch_size}) samples to train on, found {len(train)}"
+        )
     return Data(train, test, predicts_next, build, _fingerprint(train))
 
 

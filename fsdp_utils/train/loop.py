@@ -11,8 +11,7 @@ import faulthandler
 import math
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,17 +120,16 @@ def _loop(
         watchdog.at(f"step {step + 1}", config.timeout_s if step == at.step else config.hang_s)
         begun = time.perf_counter()
         rate = learning_rate(step, config.optim, config.steps)
-        with _profiled(config, step + 1):
-            own, norm = _backward(config, model, batch, labels, step)
-            step, seen = step + 1, seen + config.data.batch_size
-            following = _batch(config, data, seen)
-            # one exchange a step, where the ranks have just met
-            loss, labels_after, asked = sum_of_all(own, following.labels, stop.asked)
-            check_finite(loss, norm, own, step, batch.samples)
-            for group in optimizer.param_groups:  # not what the checkpoint holds
-                group.update(lr=rate, betas=config.optim.betas, weight_decay=config.optim.weight_decay)
-            optimizer.step()
-            optimizer.zero_grad()
+        own, norm = _backward(config, model, batch, labels, step)
+        step, seen = step + 1, seen + config.data.batch_size
+        following = _batch(config, data, seen)
+        # one exchange a step, where the ranks have just met
+        loss, labels_after, asked = sum_of_all(own, following.labels, stop.asked)
+        check_finite(loss, norm, own, step, batch.samples)
+        for group in optimizer.param_groups:  # not what the checkpoint holds
+            group.update(lr=rate, betas=config.optim.betas, weight_decay=config.optim.weight_decay)
+        optimizer.step()
+        optimizer.zero_grad()
         seconds = time.perf_counter() - begun
         memory.update(config.data.batch_size // get_world_size())
         if step % config.log_every == 0 or step == config.steps:
@@ -232,19 +230,6 @@ def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
     done = (step - config.warmup) / max(1, steps - config.warmup)
     fall = {"none": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[config.decay]
     return config.lr * (config.min_lr + (1 - config.min_lr) * fall)
-
-
-@contextmanager
-def _profiled(config: TrainConfig, step: int) -> Iterator[None]:
-    """Write a trace of the step that is to be profiled, on rank 0, for Perfetto or chrome://tracing."""
-    if step != config.profile_step or get_rank() != 0:
-        yield
-        return
-    from torch.profiler import profile
-
-    with profile(record_shapes=True) as profiler:
-        yield
-    profiler.export_chrome_trace(str(Path(config.out) / f"trace-step-{step}.json"))
 
 
 def _to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

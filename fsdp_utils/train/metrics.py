@@ -7,7 +7,6 @@ keeps what happened to the run. On a full disk, lines wait in memory until there
 import contextlib
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -49,11 +48,6 @@ class RunLog:
         if self._active:
             _say(text)
 
-    def durable(self) -> None:
-        """Flush to the disk, so that a checkpoint never has steps that the metrics lack."""
-        if self._active:
-            self._metrics.durable()
-
     def close(self) -> None:
         """Write what is left. Lines for which there is still no room go to stderr."""
         if self._active:
@@ -84,11 +78,6 @@ class _Lines:
             if not self._has_warned:
                 _say(f"{self._path}: {error.strerror}; the run goes on, its lines wait for room")
             self._has_warned = True
-
-    def durable(self) -> None:
-        self._flush()
-        with contextlib.suppress(OSError):
-            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._flush()
