@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from fsdp_utils.allocator.trace import AllocationEvent, Recorder
 from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls
@@ -21,13 +21,10 @@ from fsdp_utils.torch_internals.fsdp import fsdp1_dtypes, fsdp2_whole
 from fsdp_utils.torch_internals.runtime import storage_id
 
 aten = torch.ops.aten
-# what the CPU computes attention with, in the place of the GPU's flash attention
-_CPU_ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_: sdpa_flop_count(
-        q.shape, k.shape, v.shape
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_: (
-        sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+_CPU_ATTENTION = {  # what the CPU computes attention with, in the place of the GPU's flash attention
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        aten._scaled_dot_product_flash_attention_backward
     ),
 }
 # Parts of the names of torch's operators that multiply matrices; all its others do not.
@@ -53,7 +50,6 @@ class StepRecorder(Recorder, Listener):
         self._between_steps = True  # no unit has computed yet, or all have
         self._ended = False  # the present unit has computed; FSDP may still have to work for it
         self._reducing = False
-        self._kind: str | None = None  # what is observed or made by hand is for
 
     def phase(self, phase: str) -> None:
         self.label = Label(phase)
@@ -63,15 +59,6 @@ class StepRecorder(Recorder, Listener):
     def begin_batch(self, micro_batch: int) -> None:
         self.phase("forward")
         self._add(Begin(micro_batch))
-
-    @contextmanager
-    def making(self, category: str) -> Iterator[None]:
-        """Give this category to all that is allocated inside."""
-        self._kind = category
-        try:
-            yield
-        finally:
-            self._kind = None
 
     def now_for(self, tensors: Iterable[Any], category: str) -> None:
         """Give these tensors another category, now that their purpose is known."""
@@ -141,7 +128,7 @@ class StepRecorder(Recorder, Listener):
             self._add(Free(event.block), unit=self._unit_of_block.get(event.block))
             return
         self._unit_of_block[event.block] = self.label.unit
-        self.category[event.block] = self._kind or self._guess(event)
+        self.category[event.block] = self._guess(event)
         self._add(Alloc(event.block, event.size, event.stream, ""))
 
     def _guess(self, event: AllocationEvent) -> str:
@@ -162,13 +149,9 @@ class StepRecorder(Recorder, Listener):
 
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         packet = func.overloadpacket
-        flop = masked = 0
-        if packet in flop_registry:
-            flop = int(flop_registry[packet](*args, **kwargs, out_val=result))
-        elif packet in _CPU_ATTENTION:
-            flop = int(_CPU_ATTENTION[packet](*args))
-            is_causal = any(arg is True for arg in args)  # the only bool among them
-            masked = flop // 2 if is_causal else 0
+        flop = 0
+        if formula := flop_registry.get(_CPU_ATTENTION.get(packet, packet)):
+            flop = int(formula(*args, **kwargs, out_val=result))
         elif packet is aten._grouped_mm:
             # the groups divide the rows, the columns or the sum: all rows are multiplied in either case
             one, other = args[:2]
@@ -186,7 +169,10 @@ class StepRecorder(Recorder, Listener):
             half = next((t.element_size() == 2 for t in given if t.is_floating_point()), False)
             alarm = not flop and self.label.phase == "forward" and _may_multiply(func, given, made)
             again = in_backward() and torch.is_grad_enabled()
-            kind = packet in _CPU_ATTENTION, again, str(packet) if alarm else ""
+            attends = packet in _CPU_ATTENTION
+            is_causal = attends and any(arg is True for arg in args)  # the only bool among them
+            masked = flop // 2 if is_causal else 0
+            kind = attends, again, str(packet) if alarm else ""
             self._add(Work(flop, masked, half, nbytes, self._stream_number(), *kind))
 
     def _unit_of(self, args: Any, kwargs: Any) -> str:
