@@ -29,11 +29,15 @@ COLORS: dict[str, str] = {
     work_items.REDUCE_BUFFERS: "#E8C1D6",
     work_items.TEMPORARIES: "#F0E442",
 }
-# what makes categories of the peak smaller
+_ACTIVATIONS = work_items.ACTIVATIONS, work_items.TEMPORARIES, work_items.INPUTS
+_WHOLE = work_items.GATHERED, work_items.GATHER_BUFFERS, work_items.WHOLE_GRADIENTS, work_items.REDUCE_BUFFERS
+# what makes a part of the peak smaller
 _LESS = {
-    work_items.ACTIVATIONS: 'checkpointing="full", or fewer samples or tokens at a time',
-    work_items.OPTIMIZER: "more ranks, which share it",
-    work_items.WHOLE_GRADIENTS: 'strategy="full", no_sync=False, smaller units',
+    'activations: checkpointing="full" keeps one input of each block; fewer samples or tokens at a time': (
+        _ACTIVATIONS
+    ),
+    "shards: twice the ranks halve them": work_items.AT_REST,
+    'full units, which do not shrink with more ranks: strategy="full", no_sync=False, smaller units': _WHOLE,
 }
 
 
@@ -130,8 +134,11 @@ class Plan:
     @property
     def advice(self) -> list[str]:
         """Name what to change, the largest part of the peak first; empty where it fits."""
-        largest = sorted(_LESS, key=lambda name: -self.breakdown.get(name, 0.0))
-        return [] if self.fits else [f"less of {name}: {_LESS[name]}" for name in largest]
+        if self.fits:
+            return []
+        sizes = {text: sum(self.breakdown.get(name, 0.0) for name in names) for text, names in _LESS.items()}
+        parts = [f"{sizes[text]:.1f} GiB of {text}" for text in sorted(sizes, key=lambda text: -sizes[text])]
+        return [f"{-self.headroom_gib:.1f} GiB too much is reserved", *parts]
 
     def __str__(self) -> str:
         setting, billions = self.setting, self.parameters / 1e9
