@@ -66,9 +66,13 @@ def build(source: Source, blocks: int | None) -> nn.Module:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+    cut = source.stacks if blocks else {}
+    for name in cut:  # what goes is not copied
+        left_out = list(source.model.get_submodule(name).children())[blocks:]
+        memo |= dict.fromkeys(map(id, left_out), nn.Identity())
     with in_words(f"to copy {source.name} without its memory"):
         model = copy.deepcopy(source.model, memo)
-    for name in source.stacks if blocks else ():
+    for name in cut:
         del model.get_submodule(name)[blocks:]  # pyright: ignore[reportIndexIssue]
     return model
 

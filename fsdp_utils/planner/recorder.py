@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fsdp_utils.allocator.trace import AllocationEvent, Recorder
 from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls
@@ -21,10 +21,13 @@ from fsdp_utils.torch_internals.fsdp import fsdp1_dtypes, fsdp2_whole
 from fsdp_utils.torch_internals.runtime import storage_id
 
 aten = torch.ops.aten
-_CPU_ATTENTION = {  # what the CPU computes attention with, in the place of the GPU's flash attention
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        aten._scaled_dot_product_flash_attention_backward
+# what the CPU computes attention with, in the place of the GPU's flash attention
+_CPU_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_: (
+        sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
     ),
 }
 # Parts of the names of torch's operators that multiply matrices; all its others do not.
@@ -149,9 +152,13 @@ class StepRecorder(Recorder, Listener):
 
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         packet = func.overloadpacket
-        flop = 0
-        if formula := flop_registry.get(_CPU_ATTENTION.get(packet, packet)):
-            flop = int(formula(*args, **kwargs, out_val=result))
+        flop = masked = 0
+        if packet in flop_registry:
+            flop = int(flop_registry[packet](*args, **kwargs, out_val=result))
+        elif packet in _CPU_ATTENTION:
+            flop = int(_CPU_ATTENTION[packet](*args))
+            is_causal = any(arg is True for arg in args)  # the only bool among them
+            masked = flop // 2 if is_causal else 0
         elif packet is aten._grouped_mm:
             # the groups divide the rows, the columns or the sum: all rows are multiplied in either case
             one, other = args[:2]
@@ -169,10 +176,7 @@ class StepRecorder(Recorder, Listener):
             half = next((t.element_size() == 2 for t in given if t.is_floating_point()), False)
             alarm = not flop and self.label.phase == "forward" and _may_multiply(func, given, made)
             again = in_backward() and torch.is_grad_enabled()
-            attends = packet in _CPU_ATTENTION
-            is_causal = attends and any(arg is True for arg in args)  # the only bool among them
-            masked = flop // 2 if is_causal else 0
-            kind = attends, again, str(packet) if alarm else ""
+            kind = packet in _CPU_ATTENTION, again, str(packet) if alarm else ""
             self._add(Work(flop, masked, half, nbytes, self._stream_number(), *kind))
 
     def _unit_of(self, args: Any, kwargs: Any) -> str:
