@@ -1,6 +1,7 @@
 """Tests whose body runs on ranks, where each rank asserts, and process groups of one real rank."""
 
 import functools
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -70,3 +71,39 @@ def one_rank(backend: str = "gloo") -> Iterator[dist.ProcessGroup]:
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
+
+
+class Together:
+    """Decorates tests whose bodies run on the same ranks; the first test starts them for all."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._bodies: list[Callable[[], None]] = []
+
+    def __call__(self, test: Callable[[], None]) -> Callable[[], None]:
+        self._bodies.append(test)
+
+        def passes() -> None:
+            if test.__name__ in self._errors:
+                raise AssertionError(self._errors[test.__name__])
+
+        passes.__name__ = test.__name__
+        return passes
+
+    @functools.cached_property
+    def _errors(self) -> dict[str, str]:
+        """By test, the traceback of the first rank that failed."""
+        bodies = {body.__name__: body for body in self._bodies}
+        by_rank = run_on_ranks(_errors_of, bodies, world_size=self._world_size, timeout=100)
+        return {name: text for errors in by_rank[::-1] for name, text in errors.items()}
+
+
+def _errors_of(bodies: dict[str, Callable[[], None]]) -> dict[str, str]:
+    errors = {}
+    for name, body in bodies.items():
+        torch.manual_seed(0)
+        try:
+            body()
+        except Exception:  # the next test runs all the same
+            errors[name] = traceback.format_exc()
+    return errors

@@ -72,3 +72,8 @@ def by_unit(trace: CollectiveTrace) -> dict[str, list[tuple[str, str, int, int]]
     for event in trace.collectives:
         seen.setdefault(event.module, []).append((event.kind, event.phase, event.bytes_in, event.bytes_out))
     return {unit: sorted(calls) for unit, calls in seen.items()}
+
+
+def order(trace: CollectiveTrace) -> list[str]:
+    """What was issued, in words such as "all_gather layers.3"."""
+    return [f"{event.kind} {event.module}".rstrip() for event in trace.events if event.kind != "free"]

@@ -1,30 +1,48 @@
-"""Recorded orders and bytes, held against FSDP's documentation, theory and torch's profiler, to the byte."""
+"""Recorded orders and bytes, held against FSDP's documentation and torch's profiler; unusual steps."""
 
+import itertools
 import json
-import math
 import tempfile
+import threading
 import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_utils import record_collectives
 from fsdp_utils.collectives import CollectiveTrace, StepEvent
-from tests.on_ranks import case, on_ranks
-from tests.recorded import LAYERS, Model, by_unit, fsdp1, fsdp2, record, step
+from tests.on_ranks import Together, case, fake_group
+from tests.recorded import LAYERS, Model, by_unit, fsdp1, fsdp2, order, record, step
 
-LAYER, HEAD = [(7, 7), (7,)], [(5, 7), (5,)]
+UNITS = LAYERS + 1  # with the root's, of the head
+NAMES = {"(root)", *(f"layers.{i}" for i in range(LAYERS))}
 MODEL_BYTES = 4 * (LAYERS * (7 * 7 + 7) + 5 * 7 + 5)
+
+on_two, on_three, on_four = Together(2), Together(3), Together(4)
+
+
+class BrokenError(Exception):
+    """Raised in the middle of a recording."""
+
+
+def phases(trace: CollectiveTrace, kind: str) -> Counter[str]:
+    return Counter(event.phase for event in trace.events if event.kind == kind)
 
 
 def short(trace: CollectiveTrace, phase: str) -> str:
@@ -40,7 +58,7 @@ def short(trace: CollectiveTrace, phase: str) -> str:
 # ---- in which order --------------------------------------------------------------------------------------
 
 
-@on_ranks()
+@on_two
 def test_the_order_is_the_one_that_each_prefetch_setting_promises() -> None:
     prefetch = {"none": None, "post": BackwardPrefetch.BACKWARD_POST, "pre": BackwardPrefetch.BACKWARD_PRE}
     models: dict[str, nn.Module] = {
@@ -74,33 +92,6 @@ def test_the_order_is_the_one_that_each_prefetch_setting_promises() -> None:
 
 # ---- how many bytes --------------------------------------------------------------------------------------
 
-
-def padded_fsdp1(shapes: list[tuple[int, ...]], ranks: int, itemsize: int) -> int:
-    """A unit's parameters in one flat tensor, padded to a multiple of the ranks."""
-    numel = sum(math.prod(shape) for shape in shapes)
-    return math.ceil(numel / ranks) * ranks * itemsize
-
-
-def padded_fsdp2(shapes: list[tuple[int, ...]], ranks: int, itemsize: int) -> int:
-    """Each parameter padded to a multiple of the ranks in its first dimension."""
-    rows = [math.ceil(shape[0] / ranks) * ranks * math.prod(shape[1:]) for shape in shapes]
-    return sum(rows) * itemsize
-
-
-def in_theory(padded: Any, *, ranks: int, itemsize: int, reshard: bool) -> dict[str, Any]:
-    """Compute the collectives of one step of Model from theory, as `by_unit`."""
-    units = {f"layers.{i}": (LAYER, reshard) for i in range(LAYERS)} | {"(root)": (HEAD, False)}
-    seen = {}
-    for name, (shapes, gathered_twice) in units.items():
-        whole = padded(shapes, ranks, itemsize)
-        gather = (whole // ranks, whole)
-        calls = [("all_gather", "forward", *gather), ("reduce_scatter", "backward", whole, whole // ranks)]
-        if gathered_twice:
-            calls.append(("all_gather", "backward", *gather))
-        seen[name] = sorted(calls)
-    return seen
-
-
 # By torch's operator: the kind, and the place among its arguments of a tensor of which `bytes` is a multiple.
 OPERATORS = {
     "c10d::allgather_": ("all_gather", 1),
@@ -126,39 +117,41 @@ def in_the_profiler(model: nn.Module, itemsize: int) -> list[tuple[str, int]]:
     return seen
 
 
-def assert_profiled(model: nn.Module, trace: CollectiveTrace, itemsize: int) -> None:
-    assert [(event.kind, event.bytes) for event in trace.collectives] == in_the_profiler(model, itemsize)
-
-
-@on_ranks(3)
-def test_bytes_of_every_strategy_are_what_theory_and_the_profiler_say() -> None:
+@on_three
+def test_bytes_of_every_strategy_are_what_the_profiler_says_and_each_unit_has_its_own() -> None:
+    forward, backward = [("all_gather", "forward")], [("reduce_scatter", "backward")]
     for reshard, strategy in ((True, ShardingStrategy.FULL_SHARD), (False, ShardingStrategy.SHARD_GRAD_OP)):
+        again = [("all_gather", "backward")] if reshard else []
         for bf16 in (False, True):
-            theory: Any = {"ranks": 3, "itemsize": 2 if bf16 else 4, "reshard": reshard}
             one = fsdp1(Model(), bf16=bf16, sharding_strategy=strategy)
             # The root frees nothing after forward by default; told to, it would.
             two = fsdp2(Model(), bf16=bf16, reshard_root=False, reshard_after_forward=reshard)
-            for model, padded in ((one, padded_fsdp1), (two, padded_fsdp2)):
-                with case(f"{padded.__name__}, reshard {reshard}, bf16 {bf16}"):
+            for model in (one, two):
+                with case(f"{type(model).__name__}, reshard {reshard}, bf16 {bf16}"):
                     trace = record(model)
-                    assert by_unit(trace) == in_theory(padded, **theory)
-                    assert_profiled(model, trace, theory["itemsize"])
+                    sent = [(event.kind, event.bytes) for event in trace.collectives]
+                    assert sent == in_the_profiler(model, 2 if bf16 else 4)
+                    for unit, calls in by_unit(trace).items():
+                        twice = again if unit != "(root)" else []
+                        assert [call[:2] for call in calls] == [*twice, *forward, *backward], unit
     model = DistributedDataParallel(Model())
     step(model)  # it makes its buckets anew
-    assert_profiled(model, record(model), 4)
+    sent = [(event.kind, event.bytes) for event in record(model).collectives]
+    assert sent == in_the_profiler(model, 4)
 
 
 def mesh(*shape: int) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
-@on_ranks(4)
+@on_four
 def test_hybrid_shards_within_a_host_and_reduces_shards_between_hosts() -> None:
     rank = dist.get_rank()
     one = fsdp1(Model(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh(2, 2))
-    for model, padded in ((one, padded_fsdp1), (fsdp2(Model(), mesh=mesh(2, 2)), padded_fsdp2)):
+    # 56 elements; FSDP2 pads the 7 rows of the weight, and the bias, to 8
+    for model, whole in ((one, 4 * 56), (fsdp2(Model(), mesh=mesh(2, 2)), 4 * 64)):
         trace = record(model, ranks_per_host=2)
-        seen, whole = by_unit(trace), padded(LAYER, 2, 4)
+        seen = by_unit(trace)
         for unit in (f"layers.{i}" for i in range(LAYERS)):
             assert seen[unit] == [
                 ("all_gather", "backward", whole // 2, whole),
@@ -173,39 +166,11 @@ def test_hybrid_shards_within_a_host_and_reduces_shards_between_hosts() -> None:
             ("reduce_scatter", mine, "within a host"),
             ("all_reduce", (rank % 2, rank % 2 + 2), "between hosts"),
         }
-    assert sorted(trace.sent_bytes_by_dimension()) == ["replicate", "shard"]
+    assert sorted(trace.sent_bytes_by_dimension()) == ["replicate", "shard"]  # lesson 16 counts them
+    assert "  replicate  " in trace.summary()
 
 
-@on_ranks(4)
-def test_each_collective_says_its_mesh_dimension_and_bytes_are_counted_by_it() -> None:
-    """One step of FSDP over one dimension and tensor parallelism over the other, on two hosts of two."""
-    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    model = nn.Sequential(nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)))
-    for block in model:
-        parallelize_module(block, square["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-        fully_shard(block, mesh=square["fsdp"])
-    fully_shard(model, mesh=square["fsdp"])
-    x = torch.ones(3, 8, requires_grad=True)
-    with record_collectives(model, ranks_per_host=2) as trace:
-        model(x).sum().backward()
-    rank, unit, activations = dist.get_rank(), 4 * 2 * 8 * 16, 4 * 3 * 8
-    row, column = (0, 1) if rank < 2 else (2, 3), (rank % 2, rank % 2 + 2)
-    assert {(event.dimension, event.kind, event.ranks, event.link) for event in trace.collectives} == {
-        ("fsdp", "all_gather", column, "between hosts"),
-        ("fsdp", "reduce_scatter", column, "between hosts"),
-        ("tp", "all_reduce", row, "within a host"),
-    }
-    sent = trace.sent_bytes_by_dimension()
-    # half of the unit, of which a rank has one half: gathered twice, reduced once
-    assert sent["fsdp"] == 3 * unit / 2 / 2
-    # the output in forward, the gradient of the input in backward; twice (2 - 1) / 2 of its bytes
-    assert sent["tp"] == 2 * activations
-    assert [event.bytes for event in trace.events if event.is_of_the_model] == [activations, activations]
-    assert "dimension" in trace.summary()
-    assert "  tp " in trace.summary()
-
-
-@on_ranks()
+@on_two
 def test_ddp_reduces_every_gradient_once() -> None:
     def reduced(model: nn.Module) -> list[tuple[str, int]]:
         events = [event for event in record(model).collectives if event.kind == "all_reduce"]
@@ -226,9 +191,8 @@ def test_ddp_reduces_every_gradient_once() -> None:
     assert sum(size for _, size in buckets) == MODEL_BYTES
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "got", "sent"),
-    [
+def test_what_a_ring_of_four_sends() -> None:
+    for kind, given, got, sent in (
         ("all_gather", 100, 400, 300),
         ("reduce_scatter", 400, 100, 300),
         ("all_reduce", 400, 400, 600),
@@ -239,11 +203,9 @@ def test_ddp_reduces_every_gradient_once() -> None:
         ("scatter", 0, 12, 9),
         ("send", 400, 0, 400),
         ("recv", 0, 400, 0),
-    ],
-)
-def test_what_a_ring_of_four_sends(kind: str, given: int, got: int, sent: float):
-    event = StepEvent(0, kind, "", "other", given, got, (0, 1, 2, 3), "within a host")
-    assert (event.bytes, event.sent_bytes) == (max(given, got), sent)
+    ):
+        event = StepEvent(0, kind, "", "other", given, got, (0, 1, 2, 3), "within a host")
+        assert (event.bytes, event.sent_bytes) == (max(given, got), sent), kind
     assert StepEvent(0, "all_reduce", "", "other", 400, 400, (0,), "within a host").sent_bytes == 0
 
 
@@ -256,7 +218,7 @@ def call_as_compiled_code_does(small: torch.Tensor, large: torch.Tensor) -> None
     functional.wait_tensor(functional.reduce_scatter_tensor_out(large, "sum", 2, group, out=small))
 
 
-@on_ranks()
+@on_two
 def test_every_call_is_seen_once_whoever_issues_it() -> None:
     """torch.distributed in Python, DTensor and compiled graphs in C++."""
     model = fsdp2(Model())
@@ -294,10 +256,6 @@ def test_every_call_is_seen_once_whoever_issues_it() -> None:
             for call in calls[turn.split()[0]]:
                 call()
             seen[turn] = [(event.kind, event.bytes_in, event.bytes_out) for event in trace.events[before:]]
-        before = len(trace.events)
-        step(model)
-    after = [f"{event.kind} {event.module}" for event in trace.events[before:] if event.is_collective]
-    assert after == [f"{event.kind} {event.module}" for event in record(model).collectives]
     dtensor = [("all_gather", 12, 24), ("reduce_scatter", 24, 12), ("all_reduce", 24, 24)]
     python = [
         *[("all_gather", 12, 24)] * 3,
@@ -314,3 +272,258 @@ def test_every_call_is_seen_once_whoever_issues_it() -> None:
     assert seen["Python"] == seen["Python again"] == python
     assert seen["DTensor"] == dtensor
     assert seen["compiled"] == dtensor[:2]
+
+
+# ---- steps that are not the usual ones -------------------------------------------------------------------
+
+
+@on_two
+def test_names_of_units() -> None:
+    for build in (fsdp1, fsdp2):
+        model = Model()
+        model.layers = nn.ModuleList(checkpoint_wrapper(layer) for layer in model.layers)
+        trace = record(build(model))
+        assert set(trace.unit_bytes) == {event.module for event in trace.collectives} == NAMES
+        # activation checkpointing computes each layer again in backward
+        assert {e.module for e in trace.events if (e.kind, e.phase) == ("compute", "backward")} == NAMES
+    shared = Model()
+    fully_shard([shared.layers[0], shared.layers[1]])
+    trace = record(fully_shard(shared))
+    assert trace.unit_bytes["layers.0, layers.1"] == 2 * 4 * 56
+
+
+@on_two
+def test_unusual_steps() -> None:
+    for build in (fsdp1, fsdp2):
+        model = build(Model())
+        step(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        with record_collectives(model) as trace:
+            optimizer.step(lambda model=model: step(model))  # pyright: ignore
+        assert phases(trace, "all_gather")["forward"] == phases(trace, "compute")["forward"] == UNITS
+        assert set(phases(trace, "all_gather")) == {"forward", "backward"}
+        if build is fsdp2:
+            model.set_requires_gradient_sync(False)
+        with record_collectives(model) as trace, model.no_sync() if build is fsdp1 else nullcontext():
+            step(model)
+        assert list(trace.bytes_by_kind()) == ["all_gather"]
+        with record_collectives(model) as trace, torch.no_grad():
+            model(torch.ones(3, 7))
+        computed = [event.module for event in trace.events if event.kind == "compute"]
+        assert set(computed) == NAMES
+        assert computed[-1] == "(root)"  # the head
+        frozen = Model()
+        frozen.layers[1].requires_grad_(False)
+        frozen = build(frozen)
+        step(frozen)
+        with record_collectives(frozen) as trace:
+            for _ in range(3):
+                step(frozen)
+        assert phases(trace, "all_gather")["forward"] == 3 * UNITS  # a frozen unit ends in backward, too
+        assert phases(trace, "reduce_scatter") == {"backward": 3 * (UNITS - 1)}
+
+
+@on_two
+def test_a_thread_that_sends() -> None:
+    model, group = fsdp2(Model()), dist.new_group()
+    step(model)
+
+    def gather() -> None:
+        for _ in range(40):
+            dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(1), group=group)
+
+    with record_collectives(model) as trace:
+        step(model)
+        thread = threading.Thread(target=gather)
+        thread.start()
+        for _ in range(10):
+            step(model)
+        thread.join(60)
+    gathers = [event for event in trace.collectives if event.kind == "all_gather"]
+    assert Counter(event.module for event in gathers if event.bytes_in == 4) == {"": 40}
+    assert len(gathers) == 40 + 11 * (2 * UNITS - 1)  # the root's is not gathered again
+
+
+class Outside(TorchDispatchMode):
+    """Each operation that reaches the dispatcher, whoever else watches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@on_two
+def test_losses_and_operations_are_those_of_a_step_that_nobody_records() -> None:
+    for build in (fsdp1, fsdp2, DistributedDataParallel):
+        found = []
+        for recorded in (True, False):
+            torch.manual_seed(0)
+            model = build(Model())
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            losses = [step(model, optimizer)]
+            # the outer mode: it sees what the recording passes on
+            with Outside() as outside, record_collectives(model) if recorded else nullcontext():
+                losses += [step(model, optimizer) for _ in range(2)]
+            losses.append(step(model, optimizer))  # and after it, all is as before
+            found.append((losses, outside.names))
+        assert found[0] == found[1]
+        assert any(name.startswith("c10d::") for name in outside.names)
+
+
+class Own(nn.Linear):
+    """torch.compile leaves the layers of torch itself alone."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.relu(nn.functional.linear(input, self.weight, self.bias))
+
+
+@on_two
+def test_compiled_layers() -> None:
+    from torch._dynamo.testing import CompileCounter  # here: it takes a second, and only this test needs it
+
+    torch._dynamo.reset()
+    for build in (fsdp2, lambda model: fsdp1(model, use_orig_params=True)):
+        orders, counter = [], CompileCounter()
+        for compiles in (False, True):
+            torch.manual_seed(0)
+            model = Model()
+            model.layers = nn.ModuleList(Own(7, 7) for _ in range(LAYERS))
+            model = build(model)
+            for layer in model.layers if compiles else ():
+                layer = layer._fsdp_wrapped_module if isinstance(layer, FSDP) else layer
+                layer.compile(backend=counter, fullgraph=True)
+            step(model)
+            frames = counter.frame_count
+            with record_collectives(model) as trace:
+                step(model)
+            orders.append(order(trace))
+            assert counter.frame_count == frames
+        assert orders[0] == orders[1]
+
+
+@on_two
+def test_recordings_within_each_other() -> None:
+    with pytest.raises(ValueError, match="without any of them"), record_collectives(nn.Linear(2, 2)):
+        pass
+    model = fsdp2(Model())
+    with record_collectives(model) as outer, record_collectives(model) as inner:
+        step(model)
+    with record_collectives(model) as again:
+        step(model)
+    assert order(outer) == order(inner) == order(again)
+    assert len(again.collectives) == 14
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@on_two
+def test_an_exception_or_a_forward_that_fails() -> None:
+    """What comes before and after is recorded as ever, and no hook stays in the model."""
+    for build, least in ((fsdp1, 2 * UNITS), (fsdp2, 2 * UNITS), (DistributedDataParallel, 2)):
+        model = Model()
+        raises = iter([False, True, *[False] * 3])  # in front of a unit's forward
+        model.layers[1].register_forward_pre_hook(lambda *_, raises=raises: 1 / 0 if next(raises) else None)
+        model = build(model)
+        step(model)
+        before = hooks(model)
+        with pytest.raises(BrokenError, match="in the middle"):  # noqa: PT012, SIM117
+            with record_collectives(model) as trace:
+                with pytest.raises(ZeroDivisionError):
+                    model(torch.ones(3, 7))
+                gathered = [call for call in order(trace) if "all_gather" in call]
+                step(model)
+                first = len(trace.events)
+                step(model)
+                raise BrokenError("in the middle")
+        units = ["(root)", "layers.0", "layers.1"] if least > 2 else []
+        assert gathered == [f"all_gather {unit}" for unit in units]
+        assert sum(event.kind == "compute" for event in trace.events[first:]) >= least
+        events = len(trace.events)
+        step(model)
+        assert len(trace.events) == events
+        assert trace.notes == ["the block ended early, by BrokenError: in the middle"]
+        assert trace.summary().splitlines()[-1] == f"note: {trace.notes[0]}"
+        assert hooks(model) == before
+
+
+@on_two
+def test_times_on_a_cpu() -> None:
+    """Nothing overlaps, and everything ends."""
+    model = fsdp2(Model())
+    events = record(model).events
+    assert [event.start for event in events] == sorted(event.start for event in events)
+    # What is computed ends where the next event begins. That a collective has ended is told by a callback in
+    # gloo's thread, which may be a little late, but never so late as the next collective.
+    for position, event in enumerate(events):
+        assert event.seconds is not None
+        assert event.seconds >= 0
+        following = [e for e in events[position + 1 :] if e.is_collective or not event.is_collective]
+        assert not following or event.start + event.seconds <= following[0].start, position
+    # NCCL gives no work for a collective that is not asynchronous; gloo's is hidden here
+    with patch.object(dist.Work, "unbox", return_value=None):
+        assert all(event.seconds is not None for event in record(model).collectives)
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_of_two() -> Iterator[None]:
+    with fake_group(2):
+        yield
+
+
+class FakeEvent:
+    """A GPU's event: the GPU runs everything 1 s late, and takes a ms from one event to the next."""
+
+    made = itertools.count()
+
+    def __init__(self, device: torch.device, enable_timing: bool) -> None:
+        assert (device, enable_timing) == (torch.device("cpu"), True)
+
+    def record(self, stream: str) -> None:
+        assert stream == "the current stream"
+        self.at = next(self.made)
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return end.at - self.at
+
+
+@pytest.mark.usefixtures("one_of_two")
+@pytest.mark.parametrize("fails", [False, True])
+def test_on_a_gpu_times_are_those_of_events_in_its_streams(monkeypatch: pytest.MonkeyPatch, fails: bool):
+    model, waited = fsdp2(Model()), []
+    known_order = order(record(model))
+    monkeypatch.setattr(FakeEvent, "made", itertools.count())
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+    accelerator = torch.accelerator
+    monkeypatch.setattr(accelerator, "current_accelerator", lambda check_available: torch.device("cpu"))
+    monkeypatch.setattr(accelerator, "current_stream", lambda device: "the current stream")
+    monkeypatch.setattr(accelerator, "synchronize", waited.append)
+    trace = None
+    try:
+        with record_collectives(model) as trace:
+            step(model)
+            if fails:
+                raise BrokenError
+    except BrokenError:
+        assert fails
+    assert trace is not None
+    assert order(trace) == known_order
+    known = [event for event in trace.events if event.seconds is not None and event.kind != "free"]
+    starts = [round(1e3 * event.start) for event in known]
+    assert starts == sorted(starts)
+    assert [1e3 * event.start for event in known] == pytest.approx(starts)  # by the events, to the ms
+    if fails:  # a stuck GPU is not waited for
+        assert waited == known == []
+        assert trace.notes[1].startswith("the GPU may have failed")
+    else:
+        assert waited == [torch.device("cpu")]
+        assert len(known) == len(known_order)
+        assert trace.notes == []

@@ -57,12 +57,12 @@ def test_without_prefetch_the_next_gather_waits_for_the_reduce():
     assert result.step_s == pytest.approx(6.0)
     assert result.exposed_s == pytest.approx(2.0)
     assert result.compute_s == pytest.approx(4.0)
-    assert result.peak_units == 1
 
 
 def test_what_the_model_sends_holds_up_its_computation_and_nothing_else():
     trace = backward("Ab Aa mb mb fb Rb ma fa Ra")
-    tensor_parallel = StepEvent(0, "all_reduce", "", "backward", GIB, GIB, (0, 1), BETWEEN, dimension="tp")
+    where = "backward", GIB, GIB, (0, 1), BETWEEN
+    tensor_parallel = StepEvent(0, "all_reduce", "", *where, seconds=0.1, dimension="tp")
     trace = trace_of([*trace.events[:3], tensor_parallel, *trace.events[3:]])
     speeds = {WITHIN: 0.25, BETWEEN: 1.0}
     result = trace.replay(compute_s=1.0, link_gib_s=speeds)
@@ -77,16 +77,15 @@ def test_what_the_model_sends_holds_up_its_computation_and_nothing_else():
     # a gather that takes longer than that does not hold it up
     slow = trace.replay(compute_s=1.0, link_gib_s={**speeds, WITHIN: 0.1})
     assert next(s.start for s in slow.spans if s.event.dimension == "tp") == pytest.approx(7.0)
-    assert lanes(result.plot()) == ["compute", "communication", "tp"]
+    assert lanes(trace.plot()) == ["compute", "communication", "tp"]
 
 
-@pytest.mark.parametrize(("order", "peak"), [(POST, 1), (PRE, 2)])
-def test_with_prefetch_the_next_gather_runs_behind_computation(order, peak):
+@pytest.mark.parametrize("order", [POST, PRE])
+def test_with_prefetch_the_next_gather_runs_behind_computation(order):
     # Ab 0-0.5, Aa 0.5-1, mb 0.5-2.5, Rb 2.5-3 beside ma 2.5-4.5, Ra 4.5-5
     result = backward(order).replay(compute_s=1.0, link_gib_s=1.0)
     assert result.step_s == pytest.approx(5.0)
     assert result.exposed_s == pytest.approx(1.0)
-    assert result.peak_units == peak
 
 
 def test_a_slow_cpu_issues_late_what_stands_behind_a_computation():
@@ -176,10 +175,8 @@ def test_figures_show_every_bar_in_its_lane():
     recorded = trace.plot()
     assert lanes(recorded) == ["compute", "communication"]
     assert len(recorded.axes[0].patches) == 6
-    streams = trace.replay(compute_s=1.0, link_gib_s=1.0).plot(title="a replay")
-    assert lanes(streams) == ["compute", "communication"]
-    bars = streams.axes[0].patches
-    assert max(bar.get_x() + bar.get_width() for bar in bars) == pytest.approx(5.0)
+    bars = recorded.axes[0].patches
+    assert max(bar.get_x() + bar.get_width() for bar in bars) == pytest.approx(300)  # ms
     assert len({bar.get_facecolor() for bar in bars}) == 2  # one colour for each unit
 
 

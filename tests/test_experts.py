@@ -12,7 +12,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_utils import check_in_step, run_on_ranks, save_distributed
-from tests.on_ranks import on_ranks
+from tests.on_ranks import Together, on_ranks
+
+on_two = Together(2)
 
 
 class Mixture(nn.Module):
@@ -53,12 +55,13 @@ def largest_error(fsdp1: bool, each: bool) -> float:
     return max(((f - r).norm() / r.norm()).item() for f, r in zip(found, right, strict=True))
 
 
-@on_ranks()
+@on_two
 def test_experts_are_mixed_up_by_fsdp2_and_by_fsdp1_where_they_are_units() -> None:
     assert largest_error(fsdp1=True, each=True) > 0.3
     assert largest_error(fsdp1=False, each=True) > 0.3
-    assert largest_error(fsdp1=False, each=False) > 0.3
     assert largest_error(fsdp1=True, each=False) < 1e-5
+    with check_in_step():  # silent, as lesson 20 says: both ranks reduce the same unit, and as many bytes
+        assert largest_error(fsdp1=False, each=False) > 0.3
 
 
 def glued_in_step() -> None:
@@ -76,13 +79,6 @@ def test_check_in_step_names_the_expert_that_each_rank_gathers() -> None:
     for rank in range(2):
         (line,) = [line for line in str(raised.value).splitlines() if f"rank {rank}: all_gather" in line]
         assert f"for experts.{rank}," in line
-
-
-@on_ranks()
-def test_check_in_step_does_not_see_gradients_of_equal_size_that_are_mixed() -> None:
-    """Lesson 20 says so: both ranks reduce the same unit, and as many bytes."""
-    with check_in_step():
-        assert largest_error(fsdp1=False, each=False) > 0.3
 
 
 def divided(mesh_size: int, factor: float, force_sum: bool) -> float | str:
@@ -104,7 +100,7 @@ def divided(mesh_size: int, factor: float, force_sum: bool) -> float | str:
     return (gradients[1] / gradients[0]).item()
 
 
-@on_ranks()
+@on_two
 def test_a_factor_on_gloo_needs_sums_and_with_one_rank_sums_divide_twice() -> None:
     """In torch 2.13. If the last one is 0.5 in a later torch, the table of lesson 20 has a row too many."""
     assert "Cannot use ReduceOp.PREMUL_SUM with Gloo" in str(divided(2, 4.0, False))

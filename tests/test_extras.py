@@ -21,7 +21,6 @@ CASES = [  # a program, the package that it misses, and the extra that has it
     ),
     ("from fsdp_utils import MemoryReport; MemoryReport.plot(None)", "matplotlib", "notebooks"),
     ("from fsdp_utils.collectives import *; CollectiveTrace.plot(None)", "matplotlib", "notebooks"),
-    ("from fsdp_utils.collectives import *; Replay.plot(None)", "matplotlib", "notebooks"),
     ("from fsdp_utils.collectives import *; play({})", "matplotlib", "notebooks"),
     ("from fsdp_utils.planner import *; Plan.plot(PLANNED)", "matplotlib", "notebooks"),
     ("from fsdp_utils import *; plan('.', world_size=2, batch_size=2)", "transformers", "train"),

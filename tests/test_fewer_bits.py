@@ -14,11 +14,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_utils import load_distributed, record_collectives, save_distributed
-from fsdp_utils.lessons import recorded
-from tests.on_ranks import on_ranks
-from tools import build_lessons
+from tests.on_ranks import Together, on_ranks
 
-(SOURCE,) = [path.read_text(encoding="utf-8") for path in build_lessons.sources() if path.stem[:2] == "22"]
+on_two = Together(2)
+(LESSON,) = (Path(__file__).parent.parent / "notebooks/src").glob("22_*.py")
+SOURCE = LESSON.read_text(encoding="utf-8")
 
 
 def lesson() -> ModuleType:
@@ -56,12 +56,14 @@ def test_autograd_keeps_the_decoded_weight_of_a_layer_unless_it_is_checkpointed(
 
 
 def test_a_float8_product_and_its_casts_are_as_fast_as_the_lesson_says() -> None:
+    from fsdp_utils.lessons import recorded  # here: no rank needs what it imports
+
     found = {row["setting"]: row.get("tflop_s") for row in recorded.load("costs")["results"]["rows"]}
     ratios = [found[f"float8, {rows} rows"] / found[f"bf16, {rows} rows"] for rows in (1024, 4096, 16384)]
     assert "{:.2f}, {:.2f} and {:.2f} times as fast".format(*ratios) in SOURCE.replace("\n# ", " ")
 
 
-@on_ranks()
+@on_two
 def test_a_gather_changes_no_bit_pattern_of_bf16() -> None:
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(256, 256)
     for dtype in (None, torch.bfloat16):
@@ -71,7 +73,7 @@ def test_a_gather_changes_no_bit_pattern_of_bf16() -> None:
         assert layer.weight.view(torch.int16).equal(patterns)
 
 
-@on_ranks()
+@on_two
 def test_a_shard_that_is_no_hooked_one_any_more_is_gathered_in_param_dtype_without_an_error() -> None:
     weight = torch.randn(64, 64)
     for name in ("aten.new_zeros.default", "aten.slice.Tensor"):
@@ -83,7 +85,7 @@ def test_a_shard_that_is_no_hooked_one_any_more_is_gathered_in_param_dtype_witho
         assert trace.bytes_by_kind() == {"all_gather": 2 * weight.numel()}
 
 
-@on_ranks()
+@on_two
 def test_float8_pads_and_int8_cannot() -> None:
     module, weight = lesson(), torch.randn(9, 64)
     layer = sharded(module.Float8(weight.clone()))
@@ -111,7 +113,7 @@ def test_float8_shards_are_saved_in_float32_and_dcp_load_wants_to_know_the_class
     assert all(model.weight.full_tensor().equal(weight) for model in (plain, loaded))
 
 
-@on_ranks()
+@on_two
 def test_plain_shards_in_place_of_float8_lose_the_hooks() -> None:
     module, weight, x = lesson(), torch.randn(64, 64), torch.ones(1, 64)
     before, after, plain = (sharded(w) for w in (module.Float8(weight), module.Float8(weight), 0 * weight))

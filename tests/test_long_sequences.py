@@ -155,11 +155,17 @@ LLAMA_3_8B = LlamaConfig(
 )  # fmt: skip
 
 
+@functools.cache
+def llama_3_8b() -> nn.Module:
+    with torch.device("meta"):
+        return LlamaForCausalLM(LLAMA_3_8B)
+
+
 @functools.cache  # the table asks for some of the same
 def planned(tokens: int, pieces: int, checkpointing: str | None) -> Any:
     """Plan one sequence on each of eight ranks."""
     return plan(
-        lambda: WithLoss(LlamaForCausalLM(LLAMA_3_8B), pieces),
+        WithLoss(llama_3_8b(), pieces),
         world_size=8,
         batch_size=8,
         seq_len=tokens,

@@ -1,4 +1,4 @@
-"""plan: four blocks stand for all exactly, real ranks hold what it says, and each option does its part."""
+"""plan: four blocks stand for all exactly, each option does its part. Lesson 14 asks real ranks."""
 
 import dataclasses
 import functools
@@ -14,24 +14,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 pytest.importorskip("transformers")
 
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3MoeConfig,
-    T5Config,
-    ViTConfig,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, T5Config
 
-from fsdp_utils import plan, run_on_ranks
+from fsdp_utils import plan
 from fsdp_utils.planner import COLORS, GPUS, Efficiency, Plan
 from tests.blocks import Block
-from tests.planner_net import RANKS, REAL, SIZES, Net, tokens, train_really, with_fsdp1
+from tests.planner_net import SIZES, Net, tokens, with_fsdp1
 
 VOCABULARY = 4096  # large beside the hidden size, so that the logits are the peak
-LLAMA = LlamaConfig(**SIZES, vocab_size=VOCABULARY)
-DEEP = LlamaConfig(**{**SIZES, "num_hidden_layers": 7}, vocab_size=64)
 SMALL = {**SIZES, "num_hidden_layers": 2}  # where the number of blocks is not the point
+LLAMA = LlamaConfig(**SMALL, vocab_size=VOCABULARY)
+DEEP = LlamaConfig(**{**SIZES, "num_hidden_layers": 7}, vocab_size=64)
 BATCH, LENGTH, WORLD = 2, 128, 8
 
 
@@ -49,16 +42,14 @@ def most(found: Plan, category: str) -> float:
     return max(m.gib.get(category, 0.0) for m in found.moments if m.step == 2) * 2**30
 
 
-# ---- four blocks, and real ranks -------------------------------------------------------------------------
+# ---- four blocks -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("model", "options"),
     [
         (DEEP, {"checkpointing": "full"}),
-        (Net(first=7), {"shard": with_fsdp1, "inputs": tokens}),
-        (Net(first=5, second=6), {"shard": with_fsdp1, "checkpointing": "full", "inputs": tokens}),
-        (Net(first=6, second=5), {"strategy": "grad_op", "inputs": tokens}),
+        (Net(first=5, second=6), {"shard": with_fsdp1, "inputs": tokens}),
         (Net(first=6), {"checkpointing": "selective", "micro_batches": 2, "no_sync": True, "inputs": tokens}),
         (Net(first=6), {"strategy": "hybrid", "ranks_per_host": 4, "mp_policy": None, "inputs": tokens}),
     ],
@@ -78,53 +69,20 @@ def test_four_blocks_written_out_are_what_all_blocks_do(
     assert [e for e in events if e.phase != "optimizer"] == [e for e in of_all if e.phase != "optimizer"]
 
 
-@pytest.fixture(scope="module")
-def really() -> tuple[dict[str, float], dict[str, int]]:
-    return run_on_ranks(train_really, world_size=RANKS, timeout=100)[0]
-
-
-@functools.cache
-def simulated(name: str) -> Plan:
-    return plan(Net(), world_size=RANKS, batch_size=2 * RANKS, inputs=tokens, **REAL[name])
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_a_real_rank_holds_in_forward_what_the_simulated_one_holds(name: str, really: Any) -> None:
-    """In backward gloo reduces in a copy of its own, which NCCL does not make."""
-    found = simulated(name)
-    in_forward = max(m.total_gib for m in found.moments if m.step == 2 and m.label.phase == "forward")
-    assert really[0][name] == pytest.approx(in_forward, rel=0.03)
-
-
-def test_what_is_at_rest_on_a_real_rank_is_what_the_plan_says(really: Any) -> None:
-    found = simulated("full")
-    for category, size in really[1].items():
-        assert found.at_rest[category] * 2**30 == pytest.approx(size, rel=0.03), category
-    whole = sum(p.numel() for p in Net().parameters()) * 4
-    assert really[1]["parameters"] > 1.01 * whole / RANKS  # rank 0 has more than its part
-
-
 # ---- what a plan says --------------------------------------------------------------------------------
 
 
-def test_a_plan_tells_memory_by_category_and_by_moment() -> None:
-    found = planned(gpu="A100-80")
-    assert found.fits
-    assert found.advice == []
-    assert found.headroom_gib == found.available_gib - found.peak_reserved_gib
+def test_a_plan_tells_memory_by_category_and_by_moment_and_time() -> None:
+    found = plain()
     assert sum(found.breakdown.values()) == pytest.approx(found.peak_allocated_gib)
-    assert found.peak_allocated_gib == found.peak.total_gib
     assert found.peak_allocated_gib <= found.peak_reserved_gib <= found.available_gib
-    assert found.available_gib == GPUS["A100-80"].usable_gib - 2
+    assert found.available_gib == GPUS["H100"].usable_gib - 2
     assert found.parameters == sum(p.numel() for p in LlamaForCausalLM(LLAMA).parameters())
     assert {moment.label.phase for moment in found.moments} == {"forward", "backward", "optimizer", "other"}
     in_forward = [m for m in found.moments if m.label.phase == "forward" and m.step == 2]
     assert all(m.gib["gathered parameters"] > 0 for m in in_forward[:-1])
     assert not any({"buffers of reductions", "whole gradients"} & set(m.gib) for m in in_forward)
-
-
-def test_a_step_is_an_estimate_with_its_range_beside_a_roofline() -> None:
-    found = plain()
+    # the time is an estimate with its range beside a roofline
     assert 0 < found.timing.exposed_s < found.step_s
     assert found.step_s_bound < found.step_s
     assert found.tokens_per_s == pytest.approx(WORLD * BATCH * LENGTH / found.step_s)
@@ -146,6 +104,7 @@ def test_tight_spans_the_error_of_memory_and_what_is_too_much_gets_advice(
         assert sized.verdict == verdict
         assert sized.fits == (available >= 10)
         assert f": {verdict} (simulated)" in str(sized)
+        assert sized.headroom_gib == available - 10
         parts = [float(text.split()[0]) for text in sized.advice[1:]]
         assert parts == sorted(parts, reverse=True)
         assert bool(parts) is not sized.fits
@@ -157,7 +116,7 @@ def test_tight_spans_the_error_of_memory_and_what_is_too_much_gets_advice(
 def test_the_operations_of_a_model_are_three_times_those_of_forward() -> None:
     sizes = {name: p.numel() for name, p in LlamaForCausalLM(LLAMA).named_parameters()}
     in_products = sum(n for name, n in sizes.items() if "proj" in name or "lm_head" in name)
-    attention = 5 * 2 * 2 * LENGTH**2 * 64  # blocks, two products, multiply and add, tokens by tokens, width
+    attention = 2 * 2 * 2 * LENGTH**2 * 64  # blocks, two products, multiply and add, tokens by tokens, width
     flop = 3 * BATCH * (2 * in_products * LENGTH + attention)
     assert plain().timing.model_flop == flop
     assert plain(checkpointing="full").timing.model_flop == flop
@@ -256,7 +215,7 @@ def test_without_synchronisation_whole_gradients_are_kept_and_less_is_sent(shard
 
 def test_checkpointing_keeps_less_the_more_it_computes_again() -> None:
     fast = dataclasses.replace(GPUS["H100"], memory_gb_s=10**9)  # so that products alone take time
-    config = LlamaConfig(**SIZES, vocab_size=64)
+    config = LlamaConfig(**SMALL, vocab_size=64)
     found = {name: planned(config, checkpointing=name, gpu=fast) for name in (None, 2, "selective", "full")}
     kept = {name: most(each, "activations") for name, each in found.items()}
     computed = {name: each.timing.compute_s for name, each in found.items()}
@@ -265,13 +224,12 @@ def test_checkpointing_keeps_less_the_more_it_computes_again() -> None:
         assert computed[None] < computed[some] < computed["full"]
 
 
-@pytest.mark.parametrize("checkpointing", ["full", "selective"])
-def test_blocks_that_are_computed_again_fill_no_cache(checkpointing: str) -> None:
+def test_blocks_that_are_computed_again_fill_no_cache() -> None:
     """As under transformers' own checkpointing and `shard`: else each block would fill it twice."""
-    without = plain(checkpointing=checkpointing)
+    without = plain(checkpointing="full")
     asks = planned(
         functools.partial(LlamaForCausalLM, LLAMA),
-        checkpointing=checkpointing,
+        checkpointing="full",
         loss=lambda model, batch: model(**batch, use_cache=True).loss,
     )
     assert (asks.peak_allocated_gib, asks.breakdown) == (without.peak_allocated_gib, without.breakdown)
@@ -286,30 +244,17 @@ def test_compiled_blocks_keep_less_and_take_less_time() -> None:
 
 def test_eager_attention_has_the_whole_matrix() -> None:
     one_block = BATCH * 4 * LENGTH**2 * 2  # samples, heads, tokens by tokens, bf16
-    with_matrix = planned(LlamaConfig(**SIZES, vocab_size=VOCABULARY, attn_implementation="eager"))
-    assert most(with_matrix, "activations") - most(plain(), "activations") >= 5 * one_block
+    with_matrix = planned(LlamaConfig(**SMALL, vocab_size=VOCABULARY, attn_implementation="eager"))
+    assert most(with_matrix, "activations") - most(plain(), "activations") >= 2 * one_block
     assert with_matrix.step_s > plain().step_s
     assert with_matrix.unlike == ["a model without fused causal attention"]
-
-
-def test_logits_that_a_loss_of_ones_own_holds_are_there_in_backward() -> None:
-    held = []
-
-    def holding(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        output = model(**batch)
-        held[:] = [output.logits]
-        return output.loss
-
-    logits = BATCH * LENGTH * VOCABULARY * 2  # in bf16
-    grown = (planned(loss=holding).peak_allocated_gib - plain().peak_allocated_gib) * 2**30
-    assert grown == pytest.approx(logits, rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("config", "optimizer", "parameter", "state"),
     [  # bytes of a parameter, and of its optimizer state
         (LlamaConfig(**SMALL, vocab_size=64, dtype="bfloat16"), torch.optim.AdamW, 2, 4),
-        (Net(), functools.partial(torch.optim.SGD, lr=0.1), 4, 0),
+        (Net(first=2), functools.partial(torch.optim.SGD, lr=0.1), 4, 0),
     ],
 )
 def test_the_optimizer_state_has_its_bytes(config: Any, optimizer: Any, parameter: int, state: int) -> None:
@@ -321,7 +266,7 @@ def test_the_optimizer_state_has_its_bytes(config: Any, optimizer: Any, paramete
 
 def test_what_is_offloaded_lies_on_the_host() -> None:
     options = {"world_size": 4, "batch_size": 4, "inputs": tokens}
-    kept, offloaded = plan(Net(), **options), plan(Net(), **options, offload=True)
+    kept, offloaded = plan(Net(first=2), **options), plan(Net(first=2), **options, offload=True)
     assert offloaded.host_gib == pytest.approx(sum(kept.at_rest.values()))
     assert offloaded.peak_allocated_gib < kept.peak_allocated_gib
     assert not {"parameters", "gradients", "optimizer state"} & set(offloaded.breakdown)
@@ -331,29 +276,22 @@ def test_what_is_offloaded_lies_on_the_host() -> None:
 # ---- which models ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        T5Config(d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2, vocab_size=256),
-        ViTConfig(**SMALL, image_size=32),
-    ],
-    ids=lambda config: config.model_type,
-)
-def test_other_models_than_decoders_are_planned(config: Any) -> None:
+def test_an_encoder_decoder_is_planned() -> None:
+    config = T5Config(d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2, vocab_size=256)
     found = planned(config, world_size=2, batch_size=2, seq_len=16)
     assert found.unlike == ["a model without fused causal attention"]
-    assert found.model.endswith(("ForConditionalGeneration", "ForImageClassification"))
+    assert found.model == "T5ForConditionalGeneration"
     assert found.at_rest["parameters"] == pytest.approx(4 * found.parameters / 2 / 2**30, rel=0.05)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_of_a_model_wrapped_for_lora_the_adapters_alone_are_trained() -> None:
-    peft = pytest.importorskip("peft")
-    adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
+def test_frozen_parameters_have_no_gradients_and_no_optimizer_state() -> None:
     small = LlamaConfig(**SMALL, vocab_size=64)
 
     def build() -> nn.Module:
-        return peft.get_peft_model(LlamaForCausalLM(small), adapters)
+        model = LlamaForCausalLM(small)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("q_proj" in name)
+        return model
 
     options: dict[str, Any] = {"world_size": 2, "batch_size": 2, "seq_len": 32, "mp_policy": None}
     found, all_trained = plan(build, **options), plan(small, **options)
@@ -369,20 +307,9 @@ def test_of_a_model_wrapped_for_lora_the_adapters_alone_are_trained() -> None:
     assert found.unlike == ["computation in float32", "frozen parameters"]
 
 
-def test_the_model_of_the_caller_stays_as_it_was() -> None:
-    model = Net()
-    before = {name: (id(p), p.clone()) for name, p in model.named_parameters()}
-    plan(model, world_size=2, batch_size=2, inputs=tokens, checkpointing="full")
-    assert len(model.first) == 5
-    assert "forward" not in vars(model.first[0])
-    for name, parameter in model.named_parameters():
-        assert id(parameter) == before[name][0]
-        torch.testing.assert_close(parameter, before[name][1])
-
-
 @pytest.mark.parametrize("shard", [None, with_fsdp1])
 def test_a_root_without_parameters_gathers_nothing(shard: Any) -> None:
-    model = nn.Sequential(nn.Sequential(*(Block(32) for _ in range(6))))
+    model = nn.Sequential(nn.Sequential(*(Block(32) for _ in range(2))))
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"world_size": 2, "batch_size": 2, "mp_policy": policy, "shard": shard}
     found = plan(model, **options, inputs=lambda batch, _: torch.zeros(batch, 32))
@@ -392,12 +319,17 @@ def test_a_root_without_parameters_gathers_nothing(shard: Any) -> None:
     assert any("gathered parameters" in m.gib for m in in_forward)
 
 
-def test_blocks_that_differ_are_all_simulated() -> None:
+def test_blocks_that_differ_are_all_simulated_and_the_callers_model_stays_as_it_was() -> None:
     model = Net()
     model.first[3].up = nn.Linear(32, 128, bias=False)
-    found = plan(model, world_size=2, batch_size=2, inputs=tokens)
+    before = {name: (parameter, parameter.clone()) for name, parameter in model.named_parameters()}
+    found = plan(model, world_size=2, batch_size=2, inputs=tokens, checkpointing="full")
     assert found.notes[0] == "all blocks were simulated, because they do not repeat"
     assert {m.label.unit for m in found.moments} >= {f"first.{i}" for i in range(5)}
+    assert "forward" not in vars(model.first[0])
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name][0]
+        torch.testing.assert_close(parameter, before[name][1])
 
 
 # ---- how far off -----------------------------------------------------------------------------------------
@@ -406,17 +338,15 @@ def test_blocks_that_differ_are_all_simulated() -> None:
 @pytest.mark.parametrize(
     ("differs", "options"),
     [
-        ("", {"gpu": "A100-40"}),
         ("", {"gpu": dataclasses.replace(GPUS["H100"], name="mine", network_gb_s=50)}),
         ("gpu L40S", {"gpu": "L40S"}),
         ("gpu H100", {"gpu": dataclasses.replace(GPUS["H100"], half_tflops=500)}),
-        ("computation in float32", {"mp_policy": None}),
     ],
 )
 def test_an_error_is_stated_for_plans_like_the_published_runs_alone(
     differs: str, options: dict[str, Any]
 ) -> None:
-    found = plan(LlamaConfig(**SMALL), world_size=4, batch_size=4, seq_len=32, **options)
+    found = plan(LlamaConfig(**SMALL, vocab_size=64), world_size=4, batch_size=4, seq_len=32, **options)
     assert found.unlike == ([differs] if differs else [])
     assert (found.step_s_range is None) == bool(differs)
     assert ("likely" in str(found)) == (not differs)

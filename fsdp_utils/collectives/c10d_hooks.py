@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -99,21 +100,12 @@ def listen_to_calls(around: Around) -> Iterator[None]:
             _library.clear()  # the kernels go with the last reference
 
 
-def _around(listeners: list[Around], call: Call, issue: Callable[[], Any]) -> Any:
-    """Pass a call to the first of the listeners, which issues it to the next one."""
-    if not listeners:
-        return issue()
-    return listeners[0](call, lambda: _around(listeners[1:], call, issue))
-
-
 def _kernel(name: str, kind: str, here: threading.local) -> Callable[..., Any]:
     redispatch = getattr(torch.ops.c10d, name).default.redispatch
     selected = torch.DispatchKeySet(KEY)  # pyright: ignore[reportArgumentType]
 
     def kernel(keys: Any, *args: Any) -> Any:
-        def issue() -> Any:
-            return redispatch(keys - selected, *args)
-
+        issue: Callable[[], Any] = partial(redispatch, keys - selected, *args)
         if getattr(here, "inside", False):  # what a call issues on its way, is the same call
             return issue()
         # the output, then the input; or one operand that is both; then the group
@@ -121,9 +113,11 @@ def _kernel(name: str, kind: str, here: threading.local) -> Callable[..., Any]:
         given = () if kind in ("barrier", "recv") else args[at - 1]  # barrier's only says on which device
         output = () if kind in ("barrier", "send") else args[0]
         call = Call(kind, given, output, dist.ProcessGroup.unbox(args[at]), args[at + 1 :])
+        for around in _listeners[::-1]:
+            issue = partial(around, call, issue)
         here.inside = True
         try:
-            return _around(_listeners[:], call, issue)
+            return issue()
         finally:
             here.inside = False
 

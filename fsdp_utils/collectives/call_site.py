@@ -33,6 +33,8 @@ _LIBRARIES = tuple(
 class CallSite(NamedTuple):
     """One way in which a rank calls a collective, in words; sent once from each rank to rank 0."""
 
+    group: str  # name and ranks of the process group: parts of a split_group may share a name
+    ranks: Sequence[int]  # in the order of the group
     agreed: str  # what must be the same on all ranks: the call ...
     place: str  # ... and its line, where it counts
     words: str
@@ -43,6 +45,7 @@ class CallSite(NamedTuple):
 class Signature(NamedTuple):
     """The arguments of a collective on this rank, and the line of the call; hashable."""
 
+    group: str
     kind: str
     tensors: tuple[tuple[torch.dtype, tuple[int, ...] | None], ...]  # the shape, where it counts
     op: int | None  # a dist.ReduceOp.RedOpType
@@ -53,8 +56,8 @@ class Signature(NamedTuple):
     line: int
     unit: str | None  # FSDP2's, that the call works for
 
-    def site(self, *, by_line: bool) -> CallSite:
-        """Put it into words, such as "reduce of float32[4, 2] by SUM to rank 0, at train.py:7 `...`"."""
+    def site(self, ranks: Sequence[int], *, by_line: bool) -> CallSite:
+        """Put a call of these ranks into words: "reduce of float32[4] by SUM to rank 0, at train.py:7"."""
         has_line = by_line and self.kind not in ROOTED and self.unit != GATHER_OBJECT
         # dimensions of 1 move no element
         counted = [f"{dtype}{[n for n in shape or () if n != 1]}" for dtype, shape in self.tensors]
@@ -69,11 +72,12 @@ class Signature(NamedTuple):
             words += f", for {self.unit or 'the root'}"
         place = place_in_words(self.code, self.line)
         agreed = f"{self.kind}|{counted}|{self.op}|{self.root}|{self.unit}"
-        return CallSite(agreed, place if has_line else "", f"{words}, {place}", self.gives, self.takes)
+        told = agreed, place if has_line else "", f"{words}, {place}"
+        return CallSite(f"{self.group} {ranks}", ranks, *told, self.gives, self.takes)
 
 
-def signature(call: Call, ranks: Sequence[int], frame: FrameType | None) -> Signature:
-    """Read a call before it is issued, of a group of these ranks, in its order, from this frame."""
+def signature(call: Call, frame: FrameType | None) -> Signature:
+    """Read a call before it is issued, from this frame."""
     kind, options = call.kind, call.options
     op = root = None
     gives: tuple[int, ...] = ()
@@ -85,15 +89,14 @@ def signature(call: Call, ranks: Sequence[int], frame: FrameType | None) -> Sign
     shapes = tuple([(tensor.dtype, tensor.shape) for tensor in _flat(tensors)])
     if kind == "all_to_all":  # a rank may give and take different numbers of elements
         rows = options[:2] if isinstance(call.output, Tensor) else ((), ())
-        takes, gives = (
-            _elements(t, n, len(ranks)) for t, n in zip((call.output, tensors), rows, strict=True)
-        )
+        takes = _elements(call.output, rows[0], call.group.size())
+        gives = _elements(tensors, rows[1], call.group.size())
         shapes = ((shapes[0][0], None),)
     if kind in REDUCING:
         op = options[0].op()
     if kind in ROOTED:
-        root = ranks[options[kind == "reduce"]]
-    return Signature(kind, shapes, op, root, gives, takes, *find_line(frame))
+        root = dist.get_global_rank(call.group, options[kind == "reduce"])
+    return Signature(call.group.group_name, kind, shapes, op, root, gives, takes, *find_line(frame))
 
 
 def _flat(tensors: Any) -> Sequence[Tensor]:

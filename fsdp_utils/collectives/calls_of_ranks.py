@@ -32,8 +32,6 @@ class CallsOfRanks:
         self._heard = dict.fromkeys(range(world_size), float("-inf"))
         self._stands: dict[int, str] = {}
         self._last: dict[int, str] = {}
-        self._keys: dict[tuple[int, str], str] = {}  # by rank and its name of a process group
-        self._members: dict[str, list[int]] = {}  # by process group
         self._parted_at = float("inf")  # when a parting was seen first
         self._compared: Counter[str] = Counter()  # calls of each group that all ranks agree on
         self._calls: dict[str, dict[int, list[CallSite]]] = {}  # those after them, by group and rank
@@ -43,16 +41,12 @@ class CallsOfRanks:
         """Take in what a rank has published since its last message."""
         self._heard[rank] = time.monotonic()
         self.left[rank], self._stands[rank] = message["left"], message["stands"]
-        for name, members in message["groups"].items():
-            group = self._keys[rank, name] = f"{name} {members}"  # parts of a split_group may share a name
-            self._members[group] = members
-            self._calls.setdefault(group, {member: [] for member in members})
-        for name, number, *site in message["calls"]:
-            group = self._keys[rank, name]
-            if site:
-                self._sites[rank][number] = CallSite(*site[0])
-            self._calls[group][rank].append(self._sites[rank][number])
-            self._last[rank] = self._sites[rank][number].words
+        for number, *new in message["calls"]:
+            if new:
+                self._sites[rank][number] = CallSite(*new[0])
+            site = self._sites[rank][number]
+            self._calls.setdefault(site.group, {member: [] for member in site.ranks})[rank].append(site)
+            self._last[rank] = site.words
         if message["calls"]:
             self.changed = self._heard[rank]
 
@@ -76,7 +70,7 @@ class CallsOfRanks:
 
     def _compare(self, group: str, number: int) -> Finding:
         """Compare one call; `number` counts from those that are not compared yet."""
-        members = self._members[group]
+        members = list(self._calls[group])
         sites = {r: calls[number] for r, calls in self._calls[group].items() if number < len(calls)}
         absent = [rank for rank in members if rank not in sites]
         same_call = len({site.agreed for site in sites.values()}) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 COMPUTE, FREE = "compute", "free"
@@ -73,16 +72,3 @@ class Span:
     event: StepEvent
     start: float
     end: float
-
-
-def peak_units(events: Iterable[StepEvent]) -> int:
-    """The largest number of units that were gathered and not yet freed, in the order of issue."""
-    gathered: set[str] = set()
-    most = 0
-    for event in events:
-        if event.kind == "all_gather" and event.module:
-            gathered.add(event.module)
-            most = max(most, len(gathered))
-        elif event.kind == FREE:
-            gathered.discard(event.module)
-    return most

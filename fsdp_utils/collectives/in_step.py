@@ -129,8 +129,6 @@ class _Watch(threading.Thread):
         number = library_store("in_step").add(f"blocks/{self._rank}", 1)  # the call count on this rank
         self._store = _own_connection(f"in_step/{number}")
         self._main = threading.get_ident()
-        self._groups: dict[str, list[int]] = {}  # ranks of each process group
-        self._announced = 0  # so many of these groups
         self._numbers: dict[Any, int] = {}  # by the way in which this rank calls
         self._calls: deque[tuple[Any, ...]] = deque()  # that are not published yet
         self._messages = 0  # that are published
@@ -154,19 +152,14 @@ class _Watch(threading.Thread):
             raise OutOfStep(self.found.report)
         if not self.is_alive():  # nothing is compared any more
             return issue()
-        name = call.group.group_name
-        ranks = self._groups.get(name)
-        if ranks is None:
-            ranks = self._groups[name] = dist.get_process_group_ranks(call.group)
-        what = signature(call, ranks, sys._getframe(1))
-        number = self._numbers.get(what)
-        if number is not None:
-            self._calls.append((name, number))
-            return issue()
-        if len(self._numbers) == MOST_SITES:
-            self._numbers.clear()
-        self._numbers[what] = number = len(self._numbers)
-        self._calls.append((name, number, what.site(by_line=self._by_line)))
+        what = signature(call, sys._getframe(1))
+        number, new = self._numbers.get(what), ()
+        if number is None:
+            if len(self._numbers) == MOST_SITES:
+                self._numbers.clear()
+            self._numbers[what] = number = len(self._numbers)
+            new = (what.site(dist.get_process_group_ranks(call.group), by_line=self._by_line),)
+        self._calls.append((number, *new))
         return issue()
 
     def leave(self, how: str, *, wait_s: float) -> None:
@@ -201,20 +194,17 @@ class _Watch(threading.Thread):
         return is_over or is_end or (self.parted and bool(self._left))
 
     def _publish(self) -> None:
-        """Publish what is new: calls, groups, and where the program stands."""
+        """Publish new calls, and where the program stands."""
         left = self._left  # first: all calls before it are recorded
         calls = [self._calls.popleft() for _ in range(len(self._calls))]
-        groups = list(self._groups.items())  # last: with the groups of all these calls
         code, line, _ = find_line(sys._current_frames().get(self._main))
         message = {
             "left": left,
             "stands": place_in_words(code, line) if code else "outside of the program",
-            "groups": dict(groups[self._announced :]),
             "calls": calls,
         }
         self._store.set(f"{self._rank}/{self._messages}", json.dumps(message))
         self._messages += 1
-        self._announced = len(groups)
 
     def _compare(self, is_over: bool) -> None:
         for rank in range(self._world_size):

@@ -1,11 +1,7 @@
-"""Write recorded steps as a file that https://ui.perfetto.dev and chrome://tracing open."""
+"""Recorded steps as events that https://ui.perfetto.dev and chrome://tracing show."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_utils.collectives.events import FREE, StepEvent
@@ -16,17 +12,11 @@ if TYPE_CHECKING:
 MICROSECONDS = 1e6
 
 
-def write_perfetto(path: str | os.PathLike[str], traces: Sequence[CollectiveTrace]) -> None:
-    """Write traces in Chrome's Trace Event Format: a process for each rank, a thread for each kind of event.
+def trace_events(trace: CollectiveTrace) -> list[dict[str, Any]]:
+    """Chrome's Trace Event Format: a process for each rank, a thread for each kind of event.
 
     Source: the document that https://perfetto.dev/docs/getting-started/other-formats links to.
     """
-    events = [event for trace in traces for event in _events(trace)]
-    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-    Path(path).write_text(text, encoding="utf-8")
-
-
-def _events(trace: CollectiveTrace) -> list[dict[str, Any]]:
     ends: dict[tuple[str, int], float] = {}  # by thread, of a kind and a number: when its last event ends
     timed: list[dict[str, Any]] = []
     for event in sorted(trace.events, key=lambda event: event.start):

@@ -6,10 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
-from fsdp_utils._extras import need
-from fsdp_utils.collectives.events import BUCKET, COMPUTE, FREE, Span, StepEvent, peak_units
+from fsdp_utils.collectives.events import BUCKET, COMPUTE, FREE, Span, StepEvent
 from fsdp_utils.sharding.units import ROOT
 
 GIB = 2**30
@@ -34,11 +32,6 @@ class Replay:
 
     spans: tuple[Span, ...]
     units: tuple[str, ...]
-
-    @property
-    def peak_units(self) -> int:
-        """The largest number of units that were gathered and not yet freed."""
-        return peak_units(span.event for span in self.spans)
 
     @property
     def step_s(self) -> float:
@@ -68,18 +61,6 @@ class Replay:
             if running[True] and not running[False]:
                 exposed += until - moment
         return exposed
-
-    def plot(self, *, title: str = "replay", until: float | None = None) -> Any:
-        """Draw the streams, with a colour for each unit; returns a matplotlib Figure.
-
-        Args:
-            title: Over the figure. It should say that this is a replay.
-            until: Seconds that the axis shows, to compare several replays; by default, all.
-        """
-        need("matplotlib", "notebooks")
-        from fsdp_utils.collectives.plot import timelines  # here, as matplotlib may not be installed
-
-        return timelines({title: self.running}, self.units, until=until)
 
 
 def replay(

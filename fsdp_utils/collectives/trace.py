@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fsdp_utils._extras import need
-from fsdp_utils.collectives.events import FREE, Span, StepEvent, peak_units
-from fsdp_utils.collectives.perfetto import write_perfetto
+from fsdp_utils.collectives.events import FREE, Span, StepEvent
+from fsdp_utils.collectives.perfetto import trace_events
 from fsdp_utils.collectives.replay import Replay, replay
 
 MIB = 2**20
@@ -33,7 +35,15 @@ class CollectiveTrace:
     @property
     def peak_units(self) -> int:
         """The largest number of units that were gathered in the recording and not yet freed."""
-        return peak_units(self.events)
+        gathered: set[str] = set()
+        most = 0
+        for event in self.events:
+            if event.kind == "all_gather" and event.module:
+                gathered.add(event.module)
+                most = max(most, len(gathered))
+            elif event.kind == FREE:
+                gathered.discard(event.module)
+        return most
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes of all collectives of each kind (`StepEvent.bytes`), such as {"all_gather": 4096}."""
@@ -42,30 +52,12 @@ class CollectiveTrace:
             total[event.kind] += event.bytes
         return dict(total)
 
-    def sent_bytes_by_link(self) -> dict[str, float]:
-        """Bytes that this rank has to send (`StepEvent.sent_bytes`) within a host, and between hosts.
-
-        All bytes of a collective across hosts count as between hosts: an upper bound.
-        """
-        return self._sent_by("link")
-
     def sent_bytes_by_dimension(self) -> dict[str, float]:
         """Bytes that this rank has to send along each mesh dimension, by its name; "" where it has none."""
-        return self._sent_by("dimension")
-
-    def _sent_by(self, attribute: str) -> dict[str, float]:
-        total: Counter[str] = Counter()
+        total: dict[str, float] = {}
         for event in self.collectives:
-            total[getattr(event, attribute)] += event.sent_bytes  # pyright: ignore - floats add up, too
-        return dict(total)
-
-    def order(self, phase: str | None = None) -> list[str]:
-        """List what was issued, or that of one phase, in words such as "all_gather blocks.3"."""
-        return [
-            f"{event.kind} {event.module}".rstrip()
-            for event in self.events
-            if event.kind != FREE and phase in (None, event.phase)
-        ]
+            total[event.dimension] = total.get(event.dimension, 0.0) + event.sent_bytes
+        return total
 
     def summary(self) -> str:
         """A table: how many collectives of each kind, phase, mesh dimension and link, and how many MiB."""
@@ -78,12 +70,8 @@ class CollectiveTrace:
         for key, events in rows.items():
             mib, sent = sum(e.bytes for e in events) / MIB, sum(e.sent_bytes for e in events) / MIB
             table.append((*key, str(len(events)), f"{mib:.3f}", f"{sent:.3f}"))
-        columns = []
-        for number, column in enumerate(zip(*table, strict=True)):
-            width = max(map(len, column))
-            if column[0] != "dimension" or any(column[1:]):
-                columns.append([c.ljust(width) if number in (0, 1, 2, 4) else c.rjust(width) for c in column])
-        lines = ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
         title = f"rank {self.rank} of {self.world_size}: {len(self.collectives)} collectives"
         return "\n".join([title, *lines, *(f"note: {note}" for note in self.notes)])
 
@@ -112,7 +100,9 @@ class CollectiveTrace:
             path: of the file, JSON by content.
             others: the traces of other ranks. Each rank's times begin with its recording.
         """
-        write_perfetto(path, [self, *others])
+        events = [event for trace in (self, *others) for event in trace_events(trace)]
+        text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+        Path(path).write_text(text, encoding="utf-8")
 
     def replay(self, **options: Any) -> Replay:
         """Simulate how long this order takes if computation and communication overlap.

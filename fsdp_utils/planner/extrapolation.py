@@ -41,26 +41,24 @@ class _Place(NamedTuple):
 
 
 def extend(recording: Recording, stacks: Mapping[str, int]) -> Recording:
-    """Return the recording of the whole model, with its blocks of memory numbered anew.
+    """Return the recording of the whole model, with its blocks of memory named by their places.
 
     The given one has `RECORDED` blocks of each stack; `stacks` has how many the whole model has, by name.
     """
     runs = _runs(recording, stacks)
     _use_places(runs)
     extended: Recording = []
-    numbers: dict[_Place, int] = {}  # of the memory that is allocated
-    new = count()
+    allocated: set[_Place] = set()
     for run in runs:
         for part, index in _written(run, stacks):
             label, *items = _moved(part, index, stacks)
-            for n, item in enumerate(items):
+            for item in items:
                 if isinstance(item, Alloc):
-                    numbers[item.block] = next(new)
-                    items[n] = item._replace(block=numbers[item.block])
+                    allocated.add(item.block)
                 elif isinstance(item, Free):
-                    if item.block not in numbers:
+                    if item.block not in allocated:
                         raise Irregular(f"{part.label}, block {index}: frees what is not there")
-                    items[n] = Free(numbers.pop(item.block))
+                    allocated.remove(item.block)
             if items:
                 extended.append((label, items))
     return extended

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,9 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_utils._extras import need
 from fsdp_utils.sharding.blocks import transformer_blocks, unwrapped
-from fsdp_utils.torch_internals.runtime import own_buffers, own_children, own_parameters, set_children
+from fsdp_utils.torch_internals.runtime import own_buffers, own_parameters
 
-MOST_LAYERS = 10_000  # in a config.json: transformers makes lists of that length
 Inputs = Callable[[int, int | None], Any]
 
 
@@ -63,21 +61,20 @@ def source_of(model: Any) -> Source:
 
 def build(source: Source, blocks: int | None) -> nn.Module:
     """Copy the model with fake parameters, and so many blocks of each stack; called in a FakeTensorMode."""
-    lists = [source.model.get_submodule(name) for name in source.stacks]
-    kept = [own_children(modules) for modules in lists]
     memo: dict[int, Any] = {}
-    try:
-        for modules, children in zip(lists, kept, strict=True):
-            set_children(modules, dict(list(children.items())[:blocks]))
-        for tensor in [*source.model.parameters(), *source.model.buffers()]:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-        with in_words(f"to copy {source.name} without its memory"):
-            return copy.deepcopy(source.model, memo)
-    finally:
-        for modules, children in zip(lists, kept, strict=True):
-            set_children(modules, children)
+    for tensor in [*source.model.parameters(), *source.model.buffers()]:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+    cut = source.stacks if blocks else {}
+    for name in cut:  # what goes is not copied
+        left_out = list(source.model.get_submodule(name).children())[blocks:]
+        memo |= dict.fromkeys(map(id, left_out), nn.Identity())
+    with in_words(f"to copy {source.name} without its memory"):
+        model = copy.deepcopy(source.model, memo)
+    for name in cut:
+        del model.get_submodule(name)[blocks:]  # pyright: ignore[reportIndexIssue]
+    return model
 
 
 @contextmanager
@@ -103,9 +100,6 @@ def _read(folder: Path) -> Any:
         raise ValueError(f"plan: expected a folder with a config.json, found none at {folder}")
     AutoConfig = need("transformers", "train").AutoConfig
     with in_words(f"to read {file}"):
-        for key, value in json.loads(file.read_text(encoding="utf-8")).items():
-            if key.endswith(("layers", "n_layer")) and isinstance(value, int) and value > MOST_LAYERS:
-                raise ValueError(f"plan: {file}: {key}: expected at most {MOST_LAYERS:,}, found {value:,}")
         # never the code that the folder brings, and no question whether to run it
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
@@ -115,20 +109,13 @@ def _of_config(config: Any) -> nn.Module:
 
     config = copy.deepcopy(config)
     config.use_cache = False
-    _without_kernels(config)
+    # A config can also name a kernel that would be downloaded, and run. None: transformers chooses sdpa where
+    # the model has it; for inner configs, too.
+    config._attn_implementation = "eager" if config._attn_implementation == "eager" else None
     with no_init_weights():
         model = _on_meta(lambda: _built(config))
     model.tie_weights()  # left out where no weights are initialised
     return model
-
-
-def _without_kernels(config: Any) -> None:
-    """Keep torch's attention: a config can also name a kernel that would be downloaded, and run."""
-    for name in getattr(config, "sub_configs", ()):
-        if (inner := getattr(config, name, None)) is not None:
-            _without_kernels(inner)
-    if getattr(config, "_attn_implementation", None) not in (None, "eager", "sdpa"):
-        config._attn_implementation = None  # transformers chooses: sdpa, where the model has it
 
 
 def _built(config: Any) -> nn.Module:
@@ -139,13 +126,10 @@ def _built(config: Any) -> nn.Module:
         cls = getattr(transformers, str(name), None)
         if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
             return cls._from_config(config)
-    autos = ["AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageClassification"]
     # many an encoder-decoder could be a decoder alone, too
-    for name in autos[1:] if getattr(config, "is_encoder_decoder", False) else autos:
-        auto = getattr(transformers, name)
-        if type(config) in auto._model_mapping:
-            return auto.from_config(config, trust_remote_code=False)
-    return transformers.AutoModel.from_config(config, trust_remote_code=False)
+    reads = getattr(config, "is_encoder_decoder", False)
+    auto = transformers.AutoModelForSeq2SeqLM if reads else transformers.AutoModelForCausalLM
+    return auto.from_config(config, trust_remote_code=False)
 
 
 def _stacks(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> dict[str, int]:
@@ -158,7 +142,7 @@ def _stacks(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> dict[str, 
     return {
         name: len(blocks)
         for name, blocks in stacks.items()
-        if len(blocks) == len(own_children(model.get_submodule(name)))
+        if len(blocks) == len(model.get_submodule(name))  # pyright: ignore[reportArgumentType]
         and all(_signature(block) == _signature(blocks[0]) for block in blocks[1:])
     }
 
@@ -184,13 +168,6 @@ def _signature(block: nn.Module) -> list[Any]:
 def batch_of(source: Source, batch_per_rank: int, seq_len: int | None) -> dict[str, torch.Tensor]:
     """Make one rank's batch for a model of transformers; called inside a FakeTensorMode."""
     parameters = inspect.signature(unwrapped(source.model).forward).parameters
-    config = getattr(source.model, "config", None)
-    if "pixel_values" in parameters and "input_ids" not in parameters and config is not None:
-        side = config.image_size
-        sides = (side, side) if isinstance(side, int) else side
-        pixels = torch.zeros(batch_per_rank, getattr(config, "num_channels", 3), *sides)
-        labels = {"labels": torch.zeros(batch_per_rank, dtype=torch.long)} if "labels" in parameters else {}
-        return {"pixel_values": pixels, **labels}
     if "input_ids" not in parameters:
         raise ValueError(
             f"plan: does not know what to call {source.name} with. Give inputs=lambda batch_per_rank, "

@@ -53,7 +53,6 @@ class StepRecorder(Recorder, Listener):
         self._between_steps = True  # no unit has computed yet, or all have
         self._ended = False  # the present unit has computed; FSDP may still have to work for it
         self._reducing = False
-        self._kind: str | None = None  # what is observed or made by hand is for
 
     def phase(self, phase: str) -> None:
         self.label = Label(phase)
@@ -63,15 +62,6 @@ class StepRecorder(Recorder, Listener):
     def begin_batch(self, micro_batch: int) -> None:
         self.phase("forward")
         self._add(Begin(micro_batch))
-
-    @contextmanager
-    def making(self, category: str) -> Iterator[None]:
-        """Give this category to all that is allocated inside."""
-        self._kind = category
-        try:
-            yield
-        finally:
-            self._kind = None
 
     def now_for(self, tensors: Iterable[Any], category: str) -> None:
         """Give these tensors another category, now that their purpose is known."""
@@ -141,7 +131,7 @@ class StepRecorder(Recorder, Listener):
             self._add(Free(event.block), unit=self._unit_of_block.get(event.block))
             return
         self._unit_of_block[event.block] = self.label.unit
-        self.category[event.block] = self._kind or self._guess(event)
+        self.category[event.block] = self._guess(event)
         self._add(Alloc(event.block, event.size, event.stream, ""))
 
     def _guess(self, event: AllocationEvent) -> str:

@@ -41,11 +41,6 @@ _LESS = {
 }
 
 
-def _size(gib: float, digits: int = 1) -> str:
-    """A size with its unit: MiB where a size in GiB would be little more than zeros."""
-    return f"{gib:.{digits}f} GiB" if abs(gib) >= 0.1 else f"{gib * 1024:.{digits}f} MiB"
-
-
 @dataclass(frozen=True)
 class Plan:
     """The prediction of a simulated rank. All memory is that rank's, in GiB."""
@@ -141,11 +136,9 @@ class Plan:
         """Name what to change, the largest part of the peak first; empty where it fits."""
         if self.fits:
             return []
-        sizes = [
-            (sum(self.breakdown.get(name, 0.0) for name in names), text) for text, names in _LESS.items()
-        ]
-        parts = [f"{_size(size)} of {text}" for size, text in sorted(sizes, key=lambda pair: -pair[0])]
-        return [f"{_size(-self.headroom_gib)} too much is reserved", *parts]
+        sizes = {text: sum(self.breakdown.get(name, 0.0) for name in names) for text, names in _LESS.items()}
+        parts = [f"{sizes[text]:.1f} GiB of {text}" for text in sorted(sizes, key=lambda text: -sizes[text])]
+        return [f"{-self.headroom_gib:.1f} GiB too much is reserved", *parts]
 
     def __str__(self) -> str:
         setting, billions = self.setting, self.parameters / 1e9
@@ -166,13 +159,13 @@ class Plan:
             f"{self.verdict} (simulated)",
             *wrap(", ".join(options), 88, initial_indent="  ", subsequent_indent="  "),
             f"  memory    {self.peak_allocated_gib * factor:.2f} {unit} allocated, "
-            f"{self.peak_reserved_gib * factor:.2f} reserved of {_size(self.available_gib, 0)}; at the",
+            f"{self.peak_reserved_gib * factor:.2f} reserved of {self.available_gib:.0f} GiB; at the",
             f"            peak ({self.peak}):",
         ]
         for category, size in sorted(self.breakdown.items(), key=lambda pair: -pair[1]):
             if size * factor >= 0.005:
                 lines.append(f"            {size * factor:8.2f}  {category}")
-        lines += [f"  host      {_size(self.host_gib, 2)} for this rank"] if setting.offload else []
+        lines += [f"  host      {self.host_gib * factor:.2f} {unit} for this rank"] if setting.offload else []
         if not self.uncounted:
             likely = ", likely {:.3g} to {:.3g}".format(*self.step_s_range) if self.step_s_range else ""
             speed = f"{self.samples_per_s:,.1f} samples/s"
@@ -184,10 +177,9 @@ class Plan:
                 f"            {self.timing.exposed_s:.2g} s of it only send",
                 f"  speed     {speed}, MFU {self.mfu:.0%}",
             ]
-        for name, text in [("advice", text) for text in self.advice] + [
-            ("note", text) for text in self.notes
-        ]:
-            lines += wrap(text, 88, initial_indent=f"  {name:10}", subsequent_indent=" " * 12)
+        for name, texts in (("advice", self.advice), ("note", self.notes)):
+            for text in texts:
+                lines += wrap(text, 88, initial_indent=f"  {name:10}", subsequent_indent=" " * 12)
         return "\n".join(lines)
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":

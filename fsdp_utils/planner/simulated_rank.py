@@ -90,9 +90,9 @@ def _run_steps(source: Source, setting: Setting, model: Any) -> Recording:
             plain = name.replace("_fsdp_wrapped_module.", "")
             unit = next((unit for unit in units if plain.startswith(f"{unit}.")), work_items.ROOT)
             is_parameter = isinstance(tensor, nn.Parameter)
-            with recorder.making(work_items.PARAMETERS if is_parameter else work_items.BUFFERS):
-                recorder.label = Label("start", unit)
-                recorder.observe(tensor, "before the steps")
+            recorder.label = Label("start", unit)
+            recorder.observe(tensor, "before the steps")
+            recorder.now_for([tensor], work_items.PARAMETERS if is_parameter else work_items.BUFFERS)
         for micro_batch in [*range(batches), *range(batches)]:  # two steps
             last = micro_batch + 1 == batches
             recorder.begin_batch(micro_batch)
@@ -100,9 +100,10 @@ def _run_steps(source: Source, setting: Setting, model: Any) -> Recording:
             if is_fsdp2:
                 model.set_requires_gradient_sync(not keeps)
             with model.no_sync() if keeps and not is_fsdp2 else nullcontext():
-                with recorder.making(work_items.INPUTS), in_words(f"a batch for {source.name}"):
+                with in_words(f"a batch for {source.name}"):
                     make = setting.inputs or partial(batch_of, source)
                     batch = make(batch_per_rank, setting.seq_len)
+                recorder.now_for(tree_leaves(batch), work_items.INPUTS)
                 with in_words(f"the forward pass of {source.name}"):
                     loss = setting.loss(model, batch)
                 recorder.phase("backward")

@@ -23,7 +23,7 @@ class Label(NamedTuple):
 class Alloc(NamedTuple):
     """A block of memory is allocated for a category."""
 
-    block: Any  # its number; while a recording is extended, its place
+    block: Any  # its number; in a recording that is extended, its place
     size: int  # bytes
     stream: int
     category: str

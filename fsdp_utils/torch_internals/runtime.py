@@ -46,14 +46,6 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
-def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
-    return module._modules
-
-
-def set_children(module: nn.Module, children: dict[str, nn.Module | None]) -> None:
-    module._modules = children
-
-
 def unsaved_buffers(module: nn.Module) -> set[str]:
     """The names of the buffers that state_dict() leaves out; calling it would gather under FSDP1."""
     return module._non_persistent_buffers_set
