@@ -1,5 +1,6 @@
 """Bytes that a rank holds and sends at the same moments of any training, whoever wrote its loop."""
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -8,10 +9,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_utils.collectives import CollectiveTrace, record_collectives
 from fsdp_utils.lessons.meter import Meter
+
+
+def local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return this rank's part of each tensor."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 class Probe:
@@ -38,17 +44,20 @@ class Probe:
         self._now = ExitStack()
 
     def __enter__(self) -> "Probe":
-        self._hook = register_optimizer_step_post_hook(self._stepped)
+        self._hooks = [register_optimizer_step_pre_hook(self._found)]
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._now.close()
 
+    def _found(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.optimizer is None:
+            self.optimizer = optimizer
+            self._hooks.append(optimizer.register_step_post_hook(self._stepped))
+
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        self.optimizer = self.optimizer or optimizer
-        if optimizer is not self.optimizer:
-            return
         self.step += 1
         self._now.close()
         if self.step == 2:
@@ -56,7 +65,7 @@ class Probe:
             gradients = [p.grad for p in parameters if p.grad is not None]
             state = [t for of_one in optimizer.state.values() for t in of_one.values()]
             kept = [t for t in state if torch.is_tensor(t) and t.numel() > 1]  # not the count of steps
-            self.held = [sum(map(_local_bytes, tensors)) for tensors in (parameters, gradients, kept)]
+            self.held = [sum(t.nbytes for t in local(ts)) for ts in (parameters, gradients, kept)]
             if isinstance(self.model, FSDPModule):
                 self.trace = self._now.enter_context(record_collectives(self.model))
         elif self.step == 3:
@@ -71,7 +80,3 @@ class Probe:
         """Return the bytes held (three), gathered, reduced, and of full parameters at once."""
         sent = [self.sent("all_gather"), self.sent("reduce_scatter")]
         return [*self.held, *sent, self._meter.peak_whole_bytes]
-
-
-def _local_bytes(tensor: Tensor) -> int:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
