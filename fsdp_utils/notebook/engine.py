@@ -57,7 +57,7 @@ def _send_messages(pipe: Connection) -> None:
 
 def _display(data: dict[str, Any], metadata: dict[str, Any] | None) -> None:
     def plain(value: Any) -> Any:  # a subclass may not unpickle there
-        return value if type(value) is bytes else json.loads(json.dumps(value, default=str))
+        return bytes(value) if isinstance(value, bytes) else json.loads(json.dumps(value, default=str))
 
     _tell("display", {"data": {mime: plain(data[mime]) for mime in data}, "metadata": plain(metadata)})
 
