@@ -1,8 +1,6 @@
 """A Jupyter kernel under a test: run cells in it as a front end does, interrupt it, kill it."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty
 from typing import Any
@@ -11,6 +9,7 @@ import psutil
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
+LIMIT_S = 90
 IMPORTS = """%%ranks
 import os, signal, time, torch, torch.distributed as dist
 rank = dist.get_rank(); x = torch.ones(1)
@@ -39,25 +38,23 @@ class Reply:
 class Notebook:
     """A kernel; `close()` it."""
 
-    def __init__(self, *, interactive: bool = False, limit: float = 90) -> None:
-        self.interactive, self.limit = interactive, limit  # limit: seconds for a cell
+    def __init__(self) -> None:
         self.manager = KernelManager(kernel_name="python3")
         self.manager.start_kernel()
         self.client: BlockingKernelClient = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)
 
-    def run(self, source: str, *, interrupt_after: float | None = None, limit: float = 0) -> Reply:
-        began = time.monotonic()
-        limit = limit or self.limit
-        reply = Reply()
-        message = self.client.execute(source, allow_stdin=self.interactive)
+    def run(self, source: str, *, interrupt_after: float | None = None, watched: bool = False) -> Reply:
+        """Run a cell for at most LIMIT_S; a person who watches it is a front end that takes input."""
+        began, reply = time.monotonic(), Reply()
+        message = self.client.execute(source, allow_stdin=watched)
         while True:
             if interrupt_after is not None and time.monotonic() - began > interrupt_after:
                 self.manager.interrupt_kernel()
                 began, interrupt_after = time.monotonic(), None  # seconds count from the interrupt
-            if time.monotonic() - began > limit:
-                raise TimeoutError(f"the cell was not over after {limit} s: {source}")
+            if time.monotonic() - began > LIMIT_S:
+                raise TimeoutError(f"the cell was not over after {LIMIT_S} s: {source}")
             try:
                 output = self.client.get_iopub_msg(timeout=0.05)
             except Empty:
@@ -97,11 +94,3 @@ class Notebook:
         if self.manager.has_kernel:
             self.manager.shutdown_kernel(now=False)
         self.manager.cleanup_resources()
-
-
-@contextmanager
-def usable(notebook: Notebook, ranks: int) -> Iterator[Notebook]:
-    """With `os`, `rank` and `x` on its ranks; whatever is done to them, the next cell works."""
-    notebook.run(IMPORTS)
-    yield notebook
-    assert notebook.run(WHOLE).text == f"all ranks | {ranks}.0\n"

@@ -37,6 +37,9 @@ class Model(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:  # i64[batch, tokens] -> f32[batch, tokens, 16]
         return self.head(self.blocks(self.embed(ids)))
 
+    def ask(self, ids: Tensor) -> Tensor:
+        return self(ids)
+
 
 def plain() -> Model:
     torch.manual_seed(0)
@@ -114,11 +117,8 @@ def full_root() -> dict[str, Any]:
     model = sharded()
     average = {name: p.detach().clone() for name, p in model.named_parameters()}
     evaluate(model)
-    try:
-        with torch.no_grad():
-            model.embed.weight.copy_(average["embed.weight"])
-    except RuntimeError as error:
-        found["copied into the full copy"] = str(error)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor"):
+        model.embed.weight.copy_(average["embed.weight"])
     model.state_dict()
     found["sharded by state_dict"] = isinstance(model.embed.weight, DTensor)
 
@@ -154,7 +154,6 @@ def full_root() -> dict[str, Any]:
 
 def test_a_root_that_was_evaluated_holds_its_weights_twice(evidence: Evidence) -> None:
     for found in evidence["full_root"]:
-        assert "got mixed torch.Tensor and DTensor" in found["copied into the full copy"]
         for name in ("sharded by state_dict", "sharded by backward", "the shard moved"):
             assert found[name], name
         assert found["forward reads the old root"]
@@ -168,44 +167,32 @@ def without_own_parameters() -> tuple[int, int, str]:
     for block in model:
         fully_shard(block)
     fully_shard(model)
-    x, full = torch.ones(1, 16), 0
+    x = torch.ones(1, 16)
     count = gathers(model, lambda: model.forward(x))
     full = sum(not isinstance(p, DTensor) for p in model.parameters())
-    try:
+    with pytest.raises(RuntimeError) as raised:
         model(x)
-    except RuntimeError as error:
-        return count, full, str(error)
-    return count, full, ""
-
-
-class Asking(Model):
-    def ask(self, ids: Tensor) -> Tensor:
-        return self(ids)
+    return count, full, str(raised.value)
 
 
 def method_that_calls_the_model() -> list[int]:
-    """Gathers of a step through such a method, as it is and registered."""
+    """Gathers of a step through `Model.ask`, as it is and registered."""
     found = []
     for registered in (False, True):
-        torch.manual_seed(0)
-        model: Any = Asking()
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
+        model = sharded()
         if registered:
             register_fsdp_forward_method(model, "ask")
         found.append(gathers(model, lambda m=model: m.ask(samples()).mean().backward()))
     return found
 
 
-def test_a_method_that_calls_the_model_gathers_the_root_twice_if_registered(evidence: Evidence) -> None:
-    assert all(found == [5, 6] for found in evidence["method_that_calls_the_model"])
-
-
-def test_blocks_that_are_called_before_their_root_take_themselves_for_it(evidence: Evidence) -> None:
+def test_what_is_called_around_the_root_is_counted(evidence: Evidence) -> None:
+    """A registered method gathers the root twice; blocks called before their root take themselves for it."""
+    assert evidence["method_that_calls_the_model"] == [[5, 6]] * 2
     for count, full, told in evidence["without_own_parameters"]:
         assert (count, full) == (2, 8)
         assert "FSDP state has already been lazily initialized" in told
+    assert evidence["full_after_submodules"] == [["embed.weight", "head.weight"]] * 2  # not the root's
 
 
 # ---- generate
@@ -243,25 +230,21 @@ def test_transformers_calls_a_sharded_model_until_all_ranks_are_done(evidence: E
     assert (first[1], second[1]) == ((3, 3), (second[0][0], second[0][0]))
 
 
-def method_under_fsdp1() -> tuple[str, int]:
+def method_under_fsdp1() -> int:
     """Call what `forward` calls from outside: it raises, or gathers the blocks once."""
     options: dict[str, Any] = {"use_orig_params": True, "device_id": torch.device("cpu")}
     model = plain()
     model.blocks = nn.Sequential(*[FSDP(block, **options) for block in model.blocks])
-    fsdp, told = FSDP(model, **options), ""
+    fsdp = FSDP(model, **options)
     fsdp(samples()).sum().backward()
-    try:
+    with pytest.raises(RuntimeError, match="'weight' must be 2-D"):
         model.forward(samples())
-    except RuntimeError as error:
-        told = str(error)
     with torch.no_grad(), FSDP.summon_full_params(fsdp, recurse=False, writeback=False):
-        return told, gathers(fsdp, lambda: model.forward(samples()))
+        return gathers(fsdp, lambda: model.forward(samples()))
 
 
 def test_fsdp1_runs_another_method_under_summon_full_params_of_the_root(evidence: Evidence) -> None:
-    told, count = evidence["method_under_fsdp1"][0]
-    assert "'weight' must be 2-D" in told
-    assert count == 2
+    assert evidence["method_under_fsdp1"] == [2, 2]
 
 
 # ---- a module that only some ranks run
@@ -306,7 +289,3 @@ def outcomes() -> list[str]:
 
 def test_a_unit_that_only_some_ranks_run_is_called_on_all_of_them_times_0(evidence: Evidence) -> None:
     assert evidence["outcomes"][0] == ["hangs", "right", "hangs", "right"]
-
-
-def test_unshard_of_the_submodules_leaves_out_the_root(evidence: Evidence) -> None:
-    assert evidence["full_after_submodules"] == [["embed.weight", "head.weight"]] * 2

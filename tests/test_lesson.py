@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from fsdp_utils.lessons import lesson, recorded
 from fsdp_utils.lessons.tables import Table
 
@@ -36,17 +34,8 @@ def test_every_claim_is_complete_and_names_a_cell_of_its_lesson() -> None:
         assert f'"{claim["cell"]}"' in source.read_text(encoding="utf-8"), claim
 
 
-def test_a_recording_says_where_and_when_it_was_made_and_its_absence_is_not_hidden(tmp_path: Path) -> None:
-    assert recorded.load("memory", folder=tmp_path) is None
-    assert "Not recorded yet: `python benchmarks/gpu.py`" in str(
-        recorded.caption("memory", folder=tmp_path).data
-    )
-    recording = {
-        "device": "NVIDIA H200",
-        "torch": "2.13.0",
-        "date": "2025-11-21",
-        "group": "a fake rank of 8",
-    }
+def test_a_recording_says_where_and_when_it_was_made(tmp_path: Path) -> None:
+    recording = {"device": "NVIDIA H200", "torch": "2.13.0", "date": "2025-11-21"}
     (tmp_path / "recorded").mkdir()
     for group, told in (("a fake rank of 8", ", a fake rank of 8"), (None, "")):
         (tmp_path / "recorded" / "memory.json").write_text(json.dumps({**recording, "group": group}))
@@ -62,5 +51,3 @@ def test_a_table_aligns_numbers_right_and_escapes_html() -> None:
     assert "&lt;one&gt;" in html
     assert '<td style="text-align: right">12,345</td>' in html
     assert html.endswith("<p>Of all.</p>")
-    with pytest.raises(ValueError, match="expected 2 values in each row, as in the head, found 1"):
-        Table(["way", "KiB"], [["one"]])

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fsdp_utils.lessons.meter import Meter
 from fsdp_utils.lessons.probe import Probe
-from tests.on_ranks import on_ranks
+from tests.on_ranks import case, on_ranks
 
 WIDTH = 8
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -26,13 +26,8 @@ def layers() -> nn.Sequential:
 def measure(model: nn.Module) -> tuple[int, int, int, int, int]:
     with Meter(model.parameters()) as meter:
         model(torch.ones(2, WIDTH)).sum().backward()
-    return (
-        meter.all_gathers,
-        meter.reduce_scatters,
-        meter.gathered_bytes,
-        meter.peak_whole_bytes,
-        meter.whole_bytes[-1],
-    )
+    calls = meter.all_gathers, meter.reduce_scatters
+    return (*calls, meter.gathered_bytes, meter.peak_whole_bytes, meter.whole_bytes[-1])
 
 
 def fsdp2_by_layer() -> nn.Module:
@@ -46,8 +41,7 @@ def fsdp1_by_layer() -> nn.Module:
     return FSDP(layers(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=torch.device("cpu"))
 
 
-@on_ranks()
-def test_units_are_counted_and_at_most_two_are_whole() -> None:
+def units_are_counted_and_at_most_two_are_whole() -> None:
     whole = LAYERS * LAYER_BYTES
     assert measure(fully_shard(layers())) == (1, 1, whole, whole, 0)  # until the end of backward
     # the backward pass of both gathers the next layer while it works on this one
@@ -60,8 +54,7 @@ def test_units_are_counted_and_at_most_two_are_whole() -> None:
     assert meter.peak_whole_bytes == LAYER_BYTES  # a unit that is gathered again counts once
 
 
-@on_ranks()
-def test_calls_of_torch_distributed_count_and_freed_tensors_do_not() -> None:
+def calls_of_torch_distributed_count_and_freed_tensors_do_not() -> None:
     shard = torch.full((4,), float(dist.get_rank()))
     with Meter([shard]) as meter:
         whole = torch.empty(8)
@@ -87,8 +80,7 @@ def test_with_a_device_only_its_tensors_count():
     assert peaks == {"None": (48, 4 * 1022), "cpu": (20, 4 * 1005), "meta:0": (28, 4 * 17)}
 
 
-@on_ranks()
-def test_the_functional_collectives_of_dtensor_count_as_well() -> None:
+def functional_collectives_of_dtensor_count_as_well() -> None:
     mesh, piece = init_device_mesh("cpu", (2,)), torch.ones(WIDTH)
     with Meter() as meter:
         DTensor.from_local(piece, mesh, [Shard(0)]).redistribute(mesh, [Replicate()]).to_local()
@@ -118,12 +110,23 @@ def probed(steps: int, sharded: bool) -> tuple[list[int], bool]:
     return probe.row(), probe.optimizer is optimizer
 
 
-@on_ranks()
-def test_what_is_held_sent_and_full_at_once() -> None:
+def the_probe_sees_what_is_held_sent_and_full_at_once() -> None:
     half = LAYER_BYTES // 2
     # a frozen layer has no gradient and no averages; its weight is not needed in backward, but is gathered
     expected = [3 * half, 2 * half, 4 * half, 6 * LAYER_BYTES, 2 * LAYER_BYTES, 2 * LAYER_BYTES]
     assert probed(4, True) == (expected, True)
+
+
+@on_ranks()
+def test_on_two_ranks() -> None:
+    for check in (
+        units_are_counted_and_at_most_two_are_whole,
+        calls_of_torch_distributed_count_and_freed_tensors_do_not,
+        functional_collectives_of_dtensor_count_as_well,
+        the_probe_sees_what_is_held_sent_and_full_at_once,
+    ):
+        with case(check.__name__):
+            check()
 
 
 def test_without_fsdp_and_without_enough_steps() -> None:

@@ -114,14 +114,11 @@ def test_outputs_that_another_machine_cannot_repeat_are_refused() -> None:
     cell = new_code_cell("import fsdp_utils", id="00-000", execution_count=1)
     cell.metadata["tags"] = ["raises-exception"]
     for text, problem in named.items():
-        picture = {"image/png": "/home/in/a/picture"}
+        shown = {"text/html": text, "image/png": "/home/in/a/picture"}
         for output in (
             new_output("stream", text=f"\x1b[31m{text}\x1b[0m"),
             new_output("error", ename="E", evalue="", traceback=[text]),
-            *(
-                new_output("display_data", data={kind: text, **picture})
-                for kind in ("text/plain", "text/html")
-            ),
+            new_output("display_data", data=shown),
         ):
             cell.outputs = [output]
             problems = build_lessons.notebook_problems(new_notebook(cells=[cell]))

@@ -25,6 +25,7 @@ ASSERT = "CUDA error: device-side assert triggered"
 def faked_cuda(calls: list[str]) -> Iterator[None]:
     """CUDA seems to be there; `calls` gets what would have reached it, in order."""
     init, abort = dist.init_process_group, dist.distributed_c10d._abort_process_group
+    all_reduce = dist.all_reduce
 
     def init_process_group(backend: str, *settings: Any) -> None:
         set_before = all(os.environ.get(name) == value for name, value in nccl.WATCHDOG.items())
@@ -34,6 +35,10 @@ def faked_cuda(calls: list[str]) -> Iterator[None]:
     def abort_process_group(_group: dist.ProcessGroup | None = None) -> None:
         calls.append("abort")
         abort()
+
+    def noted_all_reduce(*arguments: Any, **options: Any) -> Any:
+        calls.append("all_reduce")
+        return all_reduce(*arguments, **options)
 
     def note(name: str) -> Callable[..., None]:
         return lambda *arguments: calls.append(" ".join(map(str, [name, *arguments])))
@@ -46,35 +51,23 @@ def faked_cuda(calls: list[str]) -> Iterator[None]:
             patch.object(torch.cuda, "synchronize", note("synchronize")),
             patch.object(dist, "init_process_group", init_process_group),
             patch.object(dist, "destroy_process_group", note("destroy")),
+            patch.object(dist, "all_reduce", noted_all_reduce),
             patch.object(dist.distributed_c10d, "_abort_process_group", abort_process_group),
         ):
             stack.enter_context(patched)
         yield
 
 
-def join(calls: list[str], store: Path) -> None:
-    """Leave the group of run_on_ranks, and join as rank of a notebook on GPUs."""
-    rank = dist.get_rank()
-    all_reduce = dist.all_reduce
-
-    def first_all_reduce(*arguments: Any, **options: Any) -> Any:
-        calls.append("all_reduce")
-        return all_reduce(*arguments, **options)
-
-    with patch.object(dist, "all_reduce", first_all_reduce):
-        group.join_group(rank, dist.get_world_size(), "cuda", store, 20.0)
-
-
 def test_joining_sets_nccls_environment_aborts_the_old_group_and_warms_up(two_ranks, tmp_path: Path):
     def on_rank() -> tuple[list[str], str, bool]:
         calls: list[str] = []
         with faked_cuda(calls):
-            join(calls, tmp_path / "store")
+            group.join_group(dist.get_rank(), 2, "cuda", tmp_path / "store", 20.0)
             return calls, os.environ["NCCL_SOCKET_IFNAME"], group.group_is_healthy()
 
     for rank, (calls, interface, whole) in enumerate(two_ranks(on_rank)):
         init = "init cpu:gloo,cuda:nccl, environment set: True"
-        assert calls == [f"set_device {rank}", "abort", init, "all_reduce"]
+        assert calls == [f"set_device {rank}", "abort", init, "all_reduce", "all_reduce"]
         assert interface in ("=lo", "=lo0")
         assert whole
 

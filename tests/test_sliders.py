@@ -27,6 +27,7 @@ def example(title: str = "calculated") -> Sliders:
         Stack("memory", "GiB", {"shards": "#0072B2", "activations": "#009E73"}, 20, 15, "limit"),
         at,
         scalars={"product": "s"},
+        over="ranks",
     )
 
 
@@ -38,27 +39,13 @@ def test_the_grid_lies_in_rows_with_the_last_axis_fastest():
     assert notes[4:] == ["measured", "three does not go with two"]
 
 
-def test_what_does_not_go_together_is_said():
-    stack = Stack("m", "GiB", {"a": "#000"}, 1)
-    with pytest.raises(ValueError, match="expected 1 numbers at \\(1,\\), found 2"):
-        explore("t", [Axis("n", [1])], stack, lambda n: Point([1, 2]))
-    with pytest.raises(ValueError, match="expected 1 to 10000 combinations of values, found 1000000"):
-        explore("t", [Axis(name, range(1000)) for name in "ab"], stack, lambda *_: Point([1]))
-    with pytest.raises(ValueError, match="expected over to be one of n, found 'x'"):
-        explore("t", [Axis("n", [1])], stack, lambda n: Point([1]), over="x")
-
-
-def test_the_same_grid_gives_the_same_output_and_the_script_is_small():
-    first, second = (example()._repr_mimebundle_() for _ in range(2))
+def test_the_output_repeats_itself_is_small_and_no_title_leaves_its_script():
+    first, second = (example("</script><b>bold</b>")._repr_mimebundle_() for _ in range(2))
     assert first == second
+    assert first["text/html"].count("</script>") == 1
+    assert "<b>" not in first["text/html"].split("<script>")[0]
     assert SCRIPT.stat().st_size < 12 * 1024
     assert not re.search(r"https?://(?!www\.w3\.org)|fetch\(|import\(|XMLHttp", SCRIPT.read_text())
-
-
-def test_a_title_cannot_leave_the_script():
-    html = example("</script><b>bold</b>")._repr_mimebundle_()["text/html"]
-    assert html.count("</script>") == 1
-    assert "<b>" not in html.split("<script>")[0]
 
 
 ACTIONS = """

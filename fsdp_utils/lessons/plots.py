@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import matplotlib as mpl
@@ -140,13 +140,17 @@ def amounts(panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, unit: st
     colors: dict[str, str] = {}
     for axes, (title, ways) in zip(axes_of, panels.items(), strict=True):
         for row, parts in enumerate(ways.values()):
-            total = sum(parts.values())
-            _bar(axes, row, list(parts.values()), [colors.setdefault(p, _color(len(colors))) for p in parts])
+            total = 0.0
+            for part, size in parts.items():
+                color = colors.setdefault(part, _color(len(colors)))
+                axes.barh(row, size, left=total, height=0.7, color=color, edgecolor=CARD)
+                total += size
             axes.text(total, row, f" {total:,.{0 if total >= 100 else 1}f}", va="center")
         _rows(axes, names, shown=axes is axes_of[0])
         axes.set_title(f"{title}, {unit}")
         axes.margins(x=0.22)
-    _legend(fig, colors)
+    handles = [Patch(color=color, label=name) for name, color in colors.items()]
+    fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return show(fig, alt=alt or f"{', '.join(panels)} in {unit}: {'; '.join(names)}.")
 
 
@@ -204,9 +208,11 @@ def layers(
     fig, (axes,) = figure(width=9.0, height=0.42 * len(rows) + 0.1)
     for row, texts in enumerate(rows.values()):
         colors, width = (tints, 1) if len(texts) == len(ways) else ([FAINT], len(ways))
-        drawn = _bar(axes, row, [width] * len(texts), colors, texts=texts, height=0.84)
-        for text in drawn:
-            text.set(fontsize=9, color=INK, weight="bold" if texts == list(ways) else "normal")
+        drawn = axes.barh(
+            [row] * len(texts), width, left=range(len(texts)), color=colors, height=0.84, edgecolor=CARD
+        )
+        weight = "bold" if texts == list(ways) else "normal"
+        axes.bar_label(drawn, texts, label_type="center", fontsize=9, color=INK, weight=weight)
     _rows(axes, [name if name in names else "" for name in rows])
     axes.set_xlim(0, len(ways))
     return show(fig, alt=alt)
@@ -269,24 +275,6 @@ def _color(index: int) -> str:
     return RANK_COLORS[index % len(RANK_COLORS)]
 
 
-def _bar(
-    axes: Axes,
-    row: int,
-    sizes: Sequence[float],
-    colors: list[Any],
-    texts: list[str] | None = None,
-    **look: Any,
-) -> Sequence[Any]:
-    """Draw a row of parts, end to end, with a text in each; return the texts."""
-    look = {"height": 0.7, "edgecolor": CARD, **look}
-    drawn = axes.barh(row, sizes, left=[0, *accumulate(sizes)][:-1], color=colors, **look)
-    labels = axes.bar_label(drawn, texts or [""] * len(sizes), label_type="center", fontsize=8)
-    for label, color in zip(labels, colors, strict=True):
-        red, green, blue = to_rgb(color)
-        label.set_color("white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else INK)
-    return labels
-
-
 def _rows(axes: Axes, names: Sequence[str], *, shown: bool = True) -> None:
     """Name the rows from top to bottom, without ticks, scale and frame."""
     axes.set_yticks(range(len(names)), names if shown else [""] * len(names))
@@ -294,8 +282,3 @@ def _rows(axes: Axes, names: Sequence[str], *, shown: bool = True) -> None:
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-
-
-def _legend(fig: Figure, colors: Mapping[str, str]) -> None:
-    handles = [Patch(color=color, label=name) for name, color in colors.items()]
-    fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))

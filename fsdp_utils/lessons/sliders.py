@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from math import prod
 from typing import Any, NamedTuple
 
 from matplotlib.ticker import MaxNLocator
@@ -12,7 +11,6 @@ from matplotlib.ticker import MaxNLocator
 from fsdp_utils.collectives.interactive import Interactive
 from fsdp_utils.lessons import plots
 
-MOST_POINTS = 10_000
 LIMIT_COLOR = "#B34700"
 
 
@@ -56,8 +54,8 @@ def explore(
     stack: Stack,
     at: Callable[..., Point | str],
     *,
-    scalars: Mapping[str, str] | None = None,
-    over: str | None = None,
+    scalars: Mapping[str, str],
+    over: str,
     digits: int = 4,
 ) -> Sliders:
     """Show results under sliders: one for each axis, and columns side by side over one of the axes.
@@ -68,7 +66,7 @@ def explore(
         stack: The columns.
         at: Called with each combination of values. Returns the result, or why there is none.
         scalars: By name, the units of more numbers of each result, which are written below the figure.
-        over: Name of the axis whose values stand side by side; by default, the first.
+        over: Name of the axis whose values stand side by side.
         digits: Significant digits that are stored of each number. Fewer make the page smaller.
 
     Example::
@@ -78,15 +76,10 @@ def explore(
             [Axis("ranks", [1, 2, 4, 8])],
             Stack("held by a rank", "GiB", {"shards": "#0072B2"}, upto=16),
             lambda ranks: Point([16 / ranks]),
+            scalars={},
+            over="ranks",
         )
     """
-    scalars = dict(scalars or {})
-    count = prod(len(axis.values) for axis in axes)
-    if not 0 < count <= MOST_POINTS:
-        raise ValueError(f"explore: expected 1 to {MOST_POINTS} combinations of values, found {count}")
-    names = [axis.name for axis in axes]
-    if over is not None and over not in names:
-        raise ValueError(f"explore: expected over to be one of {', '.join(names)}, found {over!r}")
     width = len(stack.parts) + len(scalars)
     rows: list[list[float | None]] = []
     notes: dict[str, int] = {}  # each once, with its place
@@ -97,8 +90,6 @@ def explore(
             said, row = point, [None] * width
         else:
             said, row = point.note, [_rounded(number, digits) for number in (*point.parts, *point.scalars)]
-        if len(row) != width:
-            raise ValueError(f"explore: expected {width} numbers at {values}, found {len(row)}")
         rows.append([*row])
         note.append(notes.setdefault(said, len(notes)))
     data: dict[str, Any] = {
@@ -107,7 +98,7 @@ def explore(
             {**axis._asdict(), "values": [v if isinstance(v, str) else f"{v:,}" for v in axis.values]}
             for axis in axes
         ],
-        "over": 0 if over is None else names.index(over),
+        "over": [axis.name for axis in axes].index(over),
         "stack": {**stack._asdict(), "parts": list(stack.parts), "colors": list(stack.parts.values())},
         "ticks": _ticks(stack.upto),
         "scalars": [list(pair) for pair in scalars.items()],

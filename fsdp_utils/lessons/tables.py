@@ -10,10 +10,6 @@ class Table:
     def __init__(
         self, head: Sequence[str], rows: Sequence[Sequence[str | int | float]], *, note: str = ""
     ) -> None:
-        for row in rows:
-            if len(row) != len(head):
-                found = f"{len(head)} values in each row, as in the head, found {len(row)}"
-                raise ValueError(f"Table: expected {found}.")
         self.head, self.note = list(head), note
         self.rows = [[f"{value:,}" if type(value) is int else str(value) for value in row] for row in rows]
         columns = zip(head, *rows, strict=True)

@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,9 +20,6 @@ from fsdp_utils.notebook.cell import RankError
 TIMEOUT_S = 10.0  # the longest that a collective of an answer may wait
 STUCK_S = 0.4  # ranks that have waited for so long in different collectives wait for each other
 
-_ANSWER = re.compile(
-    r'^# %% tags=\["(solution|right|wrong)"\] turn=(\d+)(?: says="(?P<says>[^"]*)")?', re.MULTILINE
-)
 _HERE = f"__import__({__name__!r}, fromlist=['measure'])"  # this module, for code on the ranks
 
 
@@ -90,19 +86,13 @@ def _text(value: Any) -> str:
 # ---- a turn, where its answer runs: on a rank or in the notebook
 
 
-@dataclass(frozen=True)
-class _Turn:
+class _Turn(NamedTuple):
     score: Callable[..., Mapping[str, Any]]
     goals: Mapping[str, Goal]
     returns: bool
 
-    @property
-    def names(self) -> list[str]:
-        return list(inspect.signature(self.score).parameters)
-
 
 _turns: dict[int, _Turn] = {}
-_before: dict[str, Any] = {}  # the namespace as it was before the answer
 
 
 def turn(
@@ -140,62 +130,50 @@ class Measured(NamedTuple):
     picture: Picture | None = None
 
 
-def begin(number: int, namespace: dict[str, Any]) -> bool:
-    """Take the names of an answer out of the namespace; returns whether the turn is known here."""
-    end(namespace)
-    if number not in _turns:
-        return False
-    for name in _turns[number].names:
-        namespace.pop(name, None)
-    _before.update(namespace)
-    return True
+def blank(number: int) -> list[Row]:
+    """The rows of a turn before anything is measured; [] where the turn is not known, as on a new rank."""
+    return _rows(number, {}) if number in _turns else []
 
 
-def end(namespace: dict[str, Any]) -> None:
-    """Put the namespace back as it was before the answer."""
-    if _before:
-        namespace.clear()
-        namespace.update(_before)
-        _before.clear()
+def _rows(number: int, values: Mapping[str, Any]) -> list[Row]:
+    return [goal.row(name, values.get(name)) for name, goal in _turns[number].goals.items()]
 
 
-def not_ready(number: int, namespace: Mapping[str, Any]) -> Measured | None:
-    """Return what to say of an answer that cannot be measured yet, else None."""
-    turn = _turns[number]
-    missing = [name for name in turn.names if name not in namespace]
-    empty = [name for name in turn.names if name not in missing and _is_empty(namespace[name])]
-    if missing:
-        sentence = f"This cell does not define `{missing[0]}`: keep the name that it began with."
-    elif len(empty) == len(turn.names):
-        sentence = "Not yet: fill in the cell and run it again."
-    elif empty:
-        sentence = f"`{empty[0]}` is still empty."
-    else:
-        return None
-    return Measured([goal.row(name, None) for name, goal in turn.goals.items()], sentence)
-
-
-def measure(number: int, namespace: Mapping[str, Any]) -> Measured:
-    """Score an answer and hold the values against the targets; raises what the answer raised."""
-    turn = _turns[number]
-    parts = [_returning(namespace[name]) if turn.returns else namespace[name] for name in turn.names]
-    try:
-        values, parted = _scored(turn, parts)
-    except NotYet as reason:
-        values, parted = {}, str(reason)
-    rows = [goal.row(name, values.get(name)) for name, goal in turn.goals.items()]
-    return Measured(rows, parted, values.get("picture"))
-
-
-def _scored(turn: _Turn, parts: list[Any]) -> tuple[Mapping[str, Any], str]:
+def measure(number: int, code: str) -> Measured:
+    """Run an answer in a copy of the namespace here, and score it; raises what the answer raised."""
     from torch import distributed
 
     from fsdp_utils.lessons.together import run_together
 
-    if distributed.is_initialized() and distributed.get_world_size() > 1:
-        values, parted = run_together(turn.score, *parts)  # no rank waits for a call that another lacks
-        return values or {}, parted
-    return turn.score(*parts), ""
+    try:
+        if distributed.is_initialized() and distributed.get_world_size() > 1:
+            values, parted = run_together(_score, number, code)  # no rank waits for a call that another lacks
+        else:
+            values, parted = _score(number, code), ""
+    except NotYet as reason:
+        values, parted = None, str(reason)
+    values = values or {}
+    return Measured(_rows(number, values), parted, values.get("picture"))
+
+
+def _score(number: int, code: str) -> Mapping[str, Any]:
+    """Run the answer, without what was defined under its names before, and measure its parts."""
+    shell = get_ipython()
+    assert shell is not None, "a turn runs in a notebook"
+    turn = _turns[number]
+    names = list(inspect.signature(turn.score).parameters)
+    namespace = {name: value for name, value in shell.user_ns.items() if name not in names}
+    try:
+        exec(compile(code, shell.compile.cache(code), "exec"), namespace)
+        if missing := [name for name in names if name not in namespace]:
+            raise NotYet(f"This cell does not define `{missing[0]}`: keep the name that it began with.")
+        parts = [namespace[name] for name in names]
+        if empty := [name for name, part in zip(names, parts, strict=True) if _is_empty(part)]:
+            all_of_them = "Not yet: fill in the cell and run it again."
+            raise NotYet(all_of_them if empty == names else f"`{empty[0]}` is still empty.")
+        return turn.score(*map(_returning, parts) if turn.returns else parts)
+    finally:
+        namespace.clear()  # what the answer has built goes now
 
 
 def _returning(part: Any) -> Any:
@@ -267,60 +245,35 @@ def _magic(line: str, cell: str) -> None:
 
 
 def _judge(number: int, code: str) -> tuple[Verdict, Picture | None]:
-    """Run an answer from a clean start, and measure it."""
-    if number in _turns:
-        results = _in_the_notebook(number, code)
-    else:
-        known = ranks.get(f"{_HERE}.begin({number}, globals())")
-        if not all(known):
-            raise RuntimeError(
-                f"%%turn {number}: its set-up has not run. Run the cells above first, from the first cell of "
-                "the lesson (in JupyterLab: Run > Run All Above Selected Cell)."
+    """Run an answer from a clean start, on the ranks or here, and measure it."""
+    on_ranks = number not in _turns
+    rows = ranks.get(f"{_HERE}.blank({number})") if on_ranks else [blank(number)]
+    if not all(rows):
+        raise RuntimeError(
+            f"%%turn {number}: its set-up has not run. Run the cells above first, from the first cell of "
+            "the lesson (in JupyterLab: Run > Run All Above Selected Cell)."
+        )
+    try:
+        if on_ranks:
+            ranks.run(
+                f"_measured = {_HERE}.measure({number}, {code!r})", timeout_s=TIMEOUT_S, stuck_s=STUCK_S
             )
-        results = _on_ranks(number, code)
+            results = ranks.get("_measured")
+        else:
+            results = [measure(number, code)]
+    except RankError as error:
+        _, cell, place = error.details.partition("in an earlier cell")
+        results = [_failed(rows[0], str(error), error.where, cell + place or error.details)]
+    except Exception as error:
+        found = tracebacks.describe(error, code)
+        said = f"your code raised {found.name}: {found.message}"
+        results = [_failed(rows[0], said, found.where, found.text)]
     return Verdict(results), results[0].picture
 
 
-def _on_ranks(number: int, code: str) -> list[Measured]:
-    blank: list[list[Row]] = ranks.get(f"{_HERE}.blank({number})")
-    try:
-        ranks.run(code, timeout_s=TIMEOUT_S, stuck_s=STUCK_S)
-        asked = ranks.get(f"{_HERE}.not_ready({number}, globals())")
-        if found := [result for result in asked if result is not None]:
-            return found
-        measuring = f"_measured = {_HERE}.measure({number}, globals())"
-        ranks.run(measuring, timeout_s=TIMEOUT_S, stuck_s=STUCK_S)
-        return ranks.get("_measured")
-    except RankError as error:
-        _, cell, place = error.details.partition("in an earlier cell")
-        print(cell + place or error.details)
-        where = f" ({error.where})" if error.where else ""
-        return [Measured(blank[0], f"Nothing to measure: {error}{where}.")]
-    finally:
-        ranks.get(f"{_HERE}.end(globals())")
-
-
-def blank(number: int) -> list[Row]:
-    """The rows of a turn before anything is measured; [] where a new rank does not know the turn."""
-    return [goal.row(name, None) for name, goal in _turns[number].goals.items()] if number in _turns else []
-
-
-def _in_the_notebook(number: int, code: str) -> list[Measured]:
-    shell = get_ipython()
-    assert shell is not None, "a turn runs in a notebook"
-    namespace = shell.user_ns
-    begin(number, namespace)
-    try:
-        exec(compile(code, shell.compile.cache(code), "exec"), namespace)
-        return [not_ready(number, namespace) or measure(number, namespace)]
-    except Exception as error:
-        found = tracebacks.describe(error, code)
-        print(found.text)
-        where = f" ({found.where})" if found.where else ""
-        said = f"Nothing to measure: your code raised {found.name}: {found.message}{where}."
-        return [Measured(blank(number), said)]
-    finally:
-        end(namespace)
+def _failed(rows: list[Row], said: str, where: str | None, details: str) -> Measured:
+    print(details)
+    return Measured(rows, f"Nothing to measure: {said}{f' ({where})' if where else ''}.")
 
 
 # ---- the answers in a lesson's source, which are tried where FSDP_TRY_ANSWERS is set: by CI
@@ -335,12 +288,13 @@ class Answer(NamedTuple):
 
 def answers(source: str) -> list[Answer]:
     """Find the answers in the text of a lesson's source: cells with the tag solution, right or wrong."""
-    found = []
-    for cell in re.split(r"^(?=# %%(?!\w))", source, flags=re.MULTILINE):
-        if match := _ANSWER.match(cell):
-            code = cell.partition("\n")[2].strip()
-            found.append(Answer(match[1], int(match[2]), match["says"] or "", code))
-    return found
+    import jupytext
+
+    cells = [cell for cell in jupytext.reads(source, "py:percent").cells if "turn" in cell.metadata]
+    return [
+        Answer(cell.metadata["tags"][0], cell.metadata["turn"], cell.metadata.get("says", ""), cell.source)
+        for cell in cells
+    ]
 
 
 def _try_answers(number: int) -> None:

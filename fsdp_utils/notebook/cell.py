@@ -1,10 +1,9 @@
 """One run of a cell on all ranks: wait, show the output, free stuck ranks, report failures."""
 
 import contextlib
-import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 from fsdp_utils.answers import explained_in_a_line
@@ -18,7 +17,6 @@ INTERRUPT_S = 0.8  # ... after this those that are in no collective are interrup
 CUT_INTERRUPTED_S = 1.5  # an interrupted rank shuts its own; after this those that are back shut theirs
 LOOK_S = 0.05  # how often to look at what the ranks print
 STATUS_S = 1.0  # a cell that takes longer says what its ranks do
-STATUS_LENGTH = 100  # characters: a line that wraps cannot be replaced
 WAITING_S = 5.0  # a rank that is in the same collective for longer waits for the others
 KILL_S = {"cpu": 3.0, "cuda": 20.0}  # ... and after this, killed; to abort NCCL's communicators takes longer
 UNKNOWN = Position()
@@ -35,14 +33,6 @@ class RankError(RuntimeError):
     def _render_traceback_(self) -> list[str]:
         """For IPython: the rank's lines instead of the notebook's."""
         return [f"RankError: {self}", "", *self.details.splitlines()]
-
-
-def _interrupt(details: list[str]) -> KeyboardInterrupt:
-    """Return the exception of an interrupted cell, with where the ranks stood as its traceback."""
-    error = KeyboardInterrupt("the cell was interrupted on its ranks")
-    lines = [f"KeyboardInterrupt: {error}", "", *details]
-    error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
-    return error
 
 
 class Cell:
@@ -68,7 +58,8 @@ class Cell:
         self.outcomes: dict[int, Failure | None] = {}  # the ranks that have answered
         self.trouble_at: float | None = None  # when something first went wrong
         self.cut: set[int] = set()
-        self.signalled: set[tuple[int, int, int]] = set()  # rank, signal, and which of several
+        self.interrupted: dict[int, int] = {}  # ranks, and in which second after the trouble
+        self.killed: set[int] = set()
         self.began = time.monotonic()
         streams = STREAMS if someone_watches() else ()
         self.live = {stream: output.Live(cluster.world_size) for stream in streams}
@@ -90,7 +81,10 @@ class Cell:
             return
         note = self._recover()
         if self.interrupts.come:
-            raise _interrupt([*self._where_stood(self.chosen, exits), *filter(None, ["", note])])
+            error: Any = KeyboardInterrupt("the cell was interrupted on its ranks")
+            lines = [f"KeyboardInterrupt: {error}", "", *self._where_stood(()), *(["", note] if note else [])]
+            error._render_traceback_ = lambda: lines
+            raise error
         self._raise(failures, exits, note)
 
     def _busy(self) -> list[int]:
@@ -123,26 +117,21 @@ class Cell:
         """Say in one line what the ranks do, if some wait for others or nobody prints for long."""
         if time.monotonic() - self.began < STATUS_S:
             return ""
-        positions = {rank: self.calls[rank].position or UNKNOWN for rank in self._busy()}
-        where: dict[str, list[int]] = {}
-        waiting: dict[str, list[int]] = {}
+        doing: dict[str, list[int]] = {}
+        busy, waits = self._busy(), False
         for rank in range(self.cluster.world_size):
-            place = positions.get(rank, UNKNOWN)
+            place = (rank in busy and self.calls[rank].position) or UNKNOWN
             if place.collective and place.seconds > WAITING_S:
-                what = f"waiting in {place.collective} (line {place.line})"
-                waiting.setdefault(what, []).append(rank)
-            elif rank not in positions:
-                where.setdefault("finished" if rank in self.chosen else "not in this cell", []).append(rank)
-            elif place.line:
-                where.setdefault(f"at line {place.line}", []).append(rank)
-        if waiting and len(waiting) + len(where) > 1:
-            all_of_them = [*where.items(), *waiting.items()]
-            return "; ".join(f"{output.name_ranks(ranks, 0)}: {what}" for what, ranks in all_of_them)
-        if any(live.shown or live.drawn for live in self.live.values()):
+                waits, what = True, f"waiting in {place.collective} (line {place.line})"
+            elif rank in busy:
+                what = f"at line {place.line}" if place.line else "running"
+            else:
+                what = "finished" if rank in self.chosen else "not in this cell"
+            doing.setdefault(what, []).append(rank)
+        if not (waits and len(doing) > 1) and any(live.shown or live.drawn for live in self.live.values()):
             return ""
-        lines = {place.where for place in positions.values() if place.where}
-        at = f" at {lines.pop()}" if len(lines) == 1 else ""
-        return f"running on {output.name_ranks(self._busy(), self.cluster.world_size)}{at}"[:STATUS_LENGTH]
+        world_size = self.cluster.world_size
+        return "; ".join(f"{output.name_ranks(some, world_size)}: {what}" for what, some in doing.items())
 
     def _texts(self, stream: str) -> dict[int, str]:
         texts = {rank: self.cluster.printed[rank, stream].read() for rank in self.chosen}
@@ -157,16 +146,14 @@ class Cell:
             for rank in self.outcomes.keys() - self.cluster.exits.keys() - self.cut:
                 self.cut.add(rank)
                 self.cluster.call(rank, "shut_connections")
-        signals = {
-            signal.SIGINT: 0 if self.interrupts.come else INTERRUPT_S,
-            signal.SIGKILL: KILL_S[self.cluster.device],
-        }
-        for number, after_s in signals.items():
-            if since > after_s:  # SIGINT each second: a rank that has not begun the cell yet ignores it
-                turn = int(since) if number == signal.SIGINT else 0
-                again = [rank for rank in self._busy() if (rank, number, turn) not in self.signalled]
-                self.cluster.signal(again, number)
-                self.signalled.update((rank, number, turn) for rank in again)
+        interrupt_s = 0 if self.interrupts.come else INTERRUPT_S
+        for rank in self._busy():
+            if since > KILL_S[self.cluster.device]:
+                self.killed.add(rank)
+                self.cluster.kill(rank)
+            elif since > interrupt_s and self.interrupted.get(rank) != int(since):
+                self.interrupted[rank] = int(since)  # each second: one that has not begun the cell ignores it
+                self.cluster.interrupt(rank)
 
     def _show(self) -> None:
         """Settle the output: text in rank order, then figures and values."""
@@ -185,60 +172,56 @@ class Cell:
     def _recover(self) -> str:
         """Make the process group whole again where it is not; returns what the reader should know."""
         exits, everyone = self.cluster.exits, range(self.cluster.world_size)
-        lost: list[int] = []
+        lost: list[int] = []  # on which every later CUDA call would fail
         with contextlib.suppress(RuntimeError):  # another one has ended
             if self.cluster.device == "cuda":
-                lost = self._end_ranks_without_gpu([rank for rank in everyone if rank not in exits])
+                alive = [rank for rank in everyone if rank not in exits]
+                found = zip(alive, self.cluster.ask(alive, "gpu_is_lost"), strict=True)
+                lost = [rank for rank, is_lost in found if is_lost]
             if not (exits or lost or self.cut) and all(self.cluster.ask(everyone, "group_is_healthy")):
                 return ""
         return regroup(self.cluster, lost)
-
-    def _end_ranks_without_gpu(self, alive: list[int]) -> list[int]:
-        """Kill the ranks on which every later CUDA call would fail; returns them."""
-        lost = [
-            r for r, is_lost in zip(alive, self.cluster.ask(alive, "gpu_is_lost"), strict=True) if is_lost
-        ]
-        self.cluster.signal(lost, signal.SIGKILL)
-        return lost
 
     def _raise(self, failures: dict[int, Failure], exits: dict[int, Ended], note: str) -> NoReturn:
         """Raise what began it: a rank that died by itself, else the first that raised."""
         if self.stuck:
             raise RankError(f"the ranks wait for each other: {self.stuck}", note)
-        killed_here = {rank for rank, number, _ in self.signalled if number == signal.SIGKILL}
-        if died := {rank: how for rank, how in exits.items() if rank not in killed_here}:
-            others = self._where_stood([rank for rank in self.chosen if rank not in died], exits)
-            details = ["Meanwhile", *others, ""] if others else []
+        if died := {rank: how for rank, how in exits.items() if rank not in self.killed}:
             when = "while it ran this cell" if died.keys() <= set(self.chosen) else "while this cell ran"
-            raise ranks_died(died, when, "\n".join([*details, note]))
-        in_collective = {rank: one for rank, one in failures.items() if one.in_collective}
-        timed_out = {rank: one for rank, one in in_collective.items() if one.seconds >= self.timeout_s}
-        first = min(failures, key=lambda rank: failures[rank].time)
+            raise ranks_died(died, when, "\n".join([*self._meanwhile(died), note]))
+        in_order = sorted(failures, key=lambda rank: failures[rank].time)
+        in_collective = [rank for rank in in_order if failures[rank].in_collective]
+        timed_out = [rank for rank in in_collective if failures[rank].seconds >= self.timeout_s]
+        first = in_order[0]
         if first in in_collective and timed_out:  # one that waited to the end, not one it took along
-            first = min(timed_out, key=lambda rank: failures[rank].time)
+            first = timed_out[0]
         cause = failures[first]
         same = [rank for rank in sorted(failures) if _alike(failures[rank], cause)]
         label = output.name_ranks(same, self.cluster.world_size)
-        details = [f"{label}, {cause.text}", f"{cause.name}: {cause.message}", ""]
-        others = self._where_stood([rank for rank in self.chosen if rank not in same], exits)
-        details += ["Meanwhile", *others, ""] if others else []
+        raised = f"{cause.name}: {cause.message}"
+        details = [f"{label}, {cause.text}", raised, "", *self._meanwhile(same)]
         if first in timed_out:
             details += [
                 f"A collective waits at most {self.timeout_s:g} s; %%ranks --timeout SECONDS changes that.",
                 "Has every rank entered it?",
                 "",
             ]
-        message = f"{label} raised {cause.name}: {cause.message}"
-        known = explained_in_a_line(f"{cause.text}\n{cause.name}: {cause.message}")
-        raise RankError(message, "\n".join([*details, note, known]).rstrip(), cause.where)
+        known = explained_in_a_line(f"{cause.text}\n{raised}")
+        raise RankError(f"{label} raised {raised}", "\n".join([*details, note, known]).rstrip(), cause.where)
 
-    def _where_stood(self, some: list[int], exits: Mapping[int, Ended]) -> list[str]:
+    def _meanwhile(self, but: Collection[int]) -> list[str]:
+        others = self._where_stood(but)
+        return ["Meanwhile", *others, ""] if others else []
+
+    def _where_stood(self, but: Collection[int]) -> list[str]:
         lines = []
-        for rank in some:
+        for rank in self.chosen:
+            if rank in but:
+                continue
             found = self.outcomes.get(rank)
             if rank in self.outcomes and found is None:
                 stood = "had finished the cell"
-            elif rank in exits:
+            elif rank in self.killed:
                 stood = "could not be freed and was ended"
             else:
                 stood = f"stood at {(found and found.where) or 'a place unknown'}"

@@ -6,7 +6,6 @@ import importlib
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
 import warnings
@@ -101,7 +100,7 @@ class Cluster:
         self._calls: dict[int, Call] = {}  # by number, those that are not answered yet
         self._number = 0
         try:
-            self._method = start_server([*PRELOAD, *_imported_here(), *preload])
+            self._method = start_server([*PRELOAD, *preload])
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="IProgress not found")
                 for name in preload:
@@ -178,14 +177,14 @@ class Cluster:
         while self.take_messages(0) and time.monotonic() < end:
             pass
 
-    def signal(self, some: Iterable[int], number: int) -> None:
-        """Send a signal to some ranks."""
-        for rank in some:
-            if number == signal.SIGKILL:
-                self._processes[rank].end()
-            elif rank in self.pids:  # else it has not joined yet
-                with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
-                    os.kill(self.pids[rank], number)
+    def interrupt(self, rank: int) -> None:
+        """Stop the cell that a rank runs."""
+        with contextlib.suppress(KeyError, ProcessLookupError):  # it has not joined yet; it has just ended
+            os.kill(self.pids[rank], signal.SIGINT)
+
+    def kill(self, rank: int) -> None:
+        """End a rank and all that it started; that it has ended is noticed later."""
+        self._processes[rank].end()
 
     def regroup(self, lost: Iterable[int] = ()) -> list[int]:
         """Replace the ranks that have ended, and these; form the group anew. Returns the new ranks."""
@@ -246,13 +245,3 @@ def choose(world_size: int | None, device: str | None, gpus: int) -> tuple[int, 
             f"{gpus} here. Start at most as many, or leave device out to run on the CPU."
         )
     return world_size, device
-
-
-def _imported_here() -> list[str]:
-    """Slow modules that the notebook has imported: the server imports them once for all ranks."""
-    slow = ("torch.distributed.checkpoint", "sklearn.datasets")
-    return [
-        name
-        for name in sys.modules
-        if name in slow or (name.startswith("transformers.models.") and ".modeling_" in name)
-    ]

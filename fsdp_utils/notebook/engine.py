@@ -10,7 +10,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,48 +35,43 @@ AT_THE_END = "the end of the cell, where it waits for its GPU"
 
 _cell_is_over = threading.Event()
 _wakeup: socket.socket | None = None
-_output: list[int] = []  # copies of standard output and standard error, which a cell may close
 
 
 # --- the connection to the notebook ---------------------------------------------------------------------
 
 
-class _Notebook:
-    """The notebook's end of the rank's pipe."""
-
-    def __init__(self) -> None:
-        self.call = 0  # the number of the call that is being answered
-        self._messages: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
-
-    def tell(self, what: str, value: Any) -> None:
-        self._messages.put((self.call, what, value))
-
-    def send_messages(self, pipe: Connection) -> None:
-        """Send what is told, in a thread: an interrupt of the cell must not cut a message off."""
-        with contextlib.suppress(OSError):  # the notebook has gone
-            while True:
-                pipe.send(self._messages.get())
-
-    def display(self, data: dict[str, Any], metadata: dict[str, Any] | None) -> None:
-        plain = {
-            str(mime): bytes(value)
-            if isinstance(value, bytes)
-            else json.loads(json.dumps(value, default=str))  # plain: a subclass may not unpickle there
-            for mime, value in data.items()
-        }
-        self.tell("display", {"data": plain, "metadata": json.loads(json.dumps(metadata, default=str))})
+_call = 0  # the number of the call that is being answered
+_messages: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
 
 
-_notebook = _Notebook()
+def _tell(what: str, value: Any) -> None:
+    _messages.put((_call, what, value))
+
+
+def _send_messages(pipe: Connection) -> None:
+    """Send what is told, in a thread: an interrupt of the cell must not cut a message off."""
+    with contextlib.suppress(OSError):  # the notebook has gone
+        while True:
+            pipe.send(_messages.get())
+
+
+def _display(data: dict[str, Any], metadata: dict[str, Any] | None) -> None:
+    def plain(value: Any) -> Any:  # a subclass may not unpickle there
+        return bytes(value) if isinstance(value, bytes) else json.loads(json.dumps(value, default=str))
+
+    _tell("display", {"data": {mime: plain(data[mime]) for mime in data}, "metadata": plain(metadata)})
 
 
 def serve(rank: int, pipe: Connection, _: Path) -> None:
     """Be a rank of a notebook: answer its calls until it is gone."""
-    _output.extend(map(os.dup, (1, 2)))
+    global _call
+    # by line: what a subprocess prints comes in order, and a killed rank has shown its lines
+    written: dict[str, Any] = {"mode": "w", "buffering": 1, "encoding": "utf-8", "errors": "replace"}
+    sys.stdout, sys.stderr = (os.fdopen(number, closefd=False, **written) for number in (1, 2))
     signal.signal(signal.SIGINT, nccl.stop_cell)  # which stops a cell and not an idle rank
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     shell = _Shell.instance(config=Config(HistoryManager={"enabled": False}))
-    threading.Thread(target=_notebook.send_messages, args=(pipe,), daemon=True).start()
+    threading.Thread(target=_send_messages, args=(pipe,), daemon=True).start()
     functions = {
         "count_gpus": torch.cuda.device_count,
         "join_group": lambda *settings: join_group(rank, *settings),
@@ -85,19 +79,18 @@ def serve(rank: int, pipe: Connection, _: Path) -> None:
         "shut_connections": shut_connections,
         "gpu_is_lost": nccl.gpu_is_lost,
         "run_cell": run_cell,
-        "has_name": lambda name: name in shell.user_ns,
         "evaluate": lambda expression: tree_map_only(
             torch.Tensor, _portable, eval(expression, shell.user_ns)
         ),
     }
     with contextlib.suppress(EOFError):
         while True:
-            _notebook.call, function, args = pipe.recv()
+            _call, function, args = pipe.recv()
             try:
                 answer = cloudpickle.dumps(functions[function](*args), pickle.DEFAULT_PROTOCOL)
             except BaseException as error:  # an expression of the reader's may raise SystemExit as well
                 answer = tracebacks.Failure(type(error).__name__, text_of(error))
-            _notebook.tell("answer", answer)
+            _tell("answer", answer)
 
 
 def _portable(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,14 +110,14 @@ class _Values(DisplayHook):
         if result is not None and not self.quiet():
             data, metadata = self.compute_format_data(result)
             self.update_user_ns(result)
-            _notebook.display(data, metadata)
+            _display(data, metadata)
 
 
 class _Displays(DisplayPublisher):
     """Sends what a cell displays to the notebook."""
 
     def publish(self, data: dict[str, Any], metadata: Any = None, *_: Any, **__: Any) -> None:
-        _notebook.display(data, metadata)
+        _display(data, metadata)
 
     def clear_output(self, wait: bool = False) -> None:
         pass
@@ -138,24 +131,6 @@ class _Shell(InteractiveShell):
         """Show nothing: the error is shown once, by the notebook, and not by every rank."""
 
     showsyntaxerror = showtraceback
-
-
-@contextlib.contextmanager
-def _own_streams(shell: InteractiveShell) -> Iterator[None]:
-    """Keep the rank's output, whatever the cell does to sys.stdout, sys.stderr and the shell's hooks."""
-    hooks = shell.displayhook, shell.display_pub
-    for number, kept in enumerate(_output, start=1):
-        os.dup2(kept, number)
-    options: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "closefd": False}
-    streams = [os.fdopen(number, "w", buffering=1, **options) for number in (1, 2)]
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__ = streams  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        shell.displayhook, shell.display_pub = hooks
-        for stream in streams:
-            with contextlib.suppress(ValueError):  # the cell has closed it
-                type(stream).flush(stream)
 
 
 # --- a cell ---------------------------------------------------------------------------------------------
@@ -175,9 +150,8 @@ def run_cell(source: str, timeout_s: float) -> tracebacks.Failure | None:
     at_the_end = False
     try:
         signal.signal(signal.SIGINT, nccl.stop_cell)  # a cell may have set another
-        nccl.may_be_stopped(True)
-        with _own_streams(shell):
-            result = shell.run_cell(source, store_history=False)
+        nccl.stoppable = True
+        result = shell.run_cell(source, store_history=False)
         error = result.error_before_exec or result.error_in_exec
         if error is None and torch.cuda.is_initialized():
             at_the_end = True
@@ -185,8 +159,11 @@ def run_cell(source: str, timeout_s: float) -> tracebacks.Failure | None:
     except (Exception, KeyboardInterrupt) as raised:
         error = raised
     finally:
-        nccl.may_be_stopped(False)
+        nccl.stoppable = False
         _cell_is_over.set()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # whatever the cell has put there
+            stream.flush()
     if error is None:
         return None
     found = tracebacks.describe(error, source)
@@ -212,7 +189,7 @@ def _report_position(source: str) -> None:
             if now != before:
                 before, since = now, time.monotonic()
             seconds = time.monotonic() - since
-            _notebook.tell("position", replace(place, seconds=seconds, runnable=_others_runnable()))
+            _tell("position", replace(place, seconds=seconds, runnable=_others_runnable()))
 
 
 def _cpu_time_ms(thread: int) -> int:

@@ -28,7 +28,7 @@ WATCHDOG = {
 DEVICE = torch.device("cuda")
 POLL_S = 0.05
 
-_stoppable = False  # whether a cell runs that was not stopped yet
+stoppable = False  # whether a cell runs, which SIGINT then stops
 _stopped_because: str | None = None  # why the rank has interrupted its cell itself
 
 
@@ -94,18 +94,12 @@ def watch(cell_is_over: threading.Event) -> None:
             return
 
 
-def may_be_stopped(may: bool) -> None:
-    """Say whether a cell runs, which SIGINT then stops."""
-    global _stoppable
-    _stoppable = may
-
-
 def stop_cell(*_: object) -> None:
     """Handle SIGINT: if a cell runs, stop it, once; with a CollectiveError if `watch` has sent the signal."""
-    global _stoppable, _stopped_because
+    global stoppable, _stopped_because
     found, _stopped_because = _stopped_because, None
-    if _stoppable:
-        _stoppable = False
+    if stoppable:
+        stoppable = False
         raise KeyboardInterrupt if found is None else CollectiveError(found)
 
 

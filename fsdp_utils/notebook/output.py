@@ -96,16 +96,10 @@ def show_values(shown: Mapping[int, Sequence[Mapping[str, Any]]], world_size: in
     """Show figures and values, each with `data` and `metadata`: once where the ranks agree, else by rank."""
     from IPython.display import display
 
-    groups: list[list[int]] = []
-    for rank in sorted(shown):
-        alike = next((group for group in groups if _data(shown[group[0]]) == _data(shown[rank])), None)
-        if alike is None:
-            groups.append([rank])
-        else:
-            alike.append(rank)
-    if len(groups) > 1:
-        groups = [[rank] for rank in sorted(shown)]
-    for group in groups:
+    ranks = sorted(shown)
+    data_of = {rank: [value["data"] for value in shown[rank]] for rank in ranks}
+    agree = all(data == data_of[ranks[0]] for data in data_of.values())
+    for group in [ranks] if agree else [[rank] for rank in ranks]:
         for value in shown[group[0]]:
             data = dict(value["data"])
             if set(data) == {"text/plain"}:
@@ -113,7 +107,3 @@ def show_values(shown: Mapping[int, Sequence[Mapping[str, Any]]], world_size: in
             else:
                 print(f"{name_ranks(group, world_size)} |")
                 display(data, metadata=value.get("metadata"), raw=True)
-
-
-def _data(outputs: Sequence[Mapping[str, Any]]) -> list[Any]:
-    return [value["data"] for value in outputs]

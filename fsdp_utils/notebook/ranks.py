@@ -5,20 +5,18 @@ torchrun with a lesson's script. cell.py waits for a cell on all ranks, output.p
 cluster.py knows the processes; engine.py runs inside them, and group.py makes their process group.
 """
 
-import argparse
 import atexit
 import contextlib
 import os
-import shlex
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp_utils.notebook.cell import Cell, RankError, ipython, ranks_died, regroup, someone_watches
+from fsdp_utils.notebook.cell import Cell, RankError, ipython, ranks_died, regroup
 from fsdp_utils.notebook.cluster import TIMEOUT_S, CallError, Cluster, Interrupts
 
 ANSWER_LIMIT_S = 2.0  # for what only adds to an error message
-LONGEST_TIMEOUT_S = 1e6  # eleven days; torch's clocks overflow long after
 
 _cluster: Cluster | None = None
 
@@ -53,12 +51,10 @@ def start(
             "ranks.start() serves notebooks, and this is not one. In a script use "
             "fsdp_utils.run_on_ranks(function, world_size=4), or torchrun."
         )
-    if world_size is None and os.environ.get("FSDP_RANKS"):
-        try:
-            world_size = int(os.environ["FSDP_RANKS"])
-        except ValueError:
-            found = os.environ["FSDP_RANKS"]
-            raise ValueError(f"FSDP_RANKS should be a number of ranks, found {found!r}.") from None
+    if world_size is None and (asked := os.environ.get("FSDP_RANKS")):
+        if not asked.isdecimal():
+            raise ValueError(f"FSDP_RANKS should be a number of ranks, found {asked!r}.")
+        world_size = int(asked)
     if world_size is not None and not 1 <= world_size < 1000:
         raise ValueError(f"ranks.start({world_size}): expected 1 to 999 ranks.")
     if device not in (None, "cpu", "cuda"):
@@ -70,12 +66,7 @@ def start(
             print(f"{_cluster.world_size} ranks are running already; their variables are kept.")
             return
         stop()
-    announced = "starting the ranks: importing torch ..." if someone_watches() else ""
-    print(announced, end="", flush=True)
-    try:
-        _cluster = Cluster(world_size, device, preload)
-    finally:  # the line is replaced by what comes next
-        print("\r" + " " * len(announced) + "\r" if announced else "", end="", flush=True)
+    _cluster = Cluster(world_size, device, preload)
     backend = "nccl, one GPU each" if _cluster.device == "cuda" else "gloo on CPU"
     count = f"{_cluster.world_size} rank{'s' * (_cluster.world_size > 1)}"
     print(f"{count} in one process group ({backend})")
@@ -164,24 +155,18 @@ def run(
 
 
 def _arguments(line: str, world_size: int) -> tuple[list[int], float]:
-    parser = argparse.ArgumentParser("%%ranks", add_help=False, exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("ranks", nargs="?")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT_S)
-    try:
-        arguments = parser.parse_args(shlex.split(line.split("#")[0]))
-        names = range(world_size) if arguments.ranks is None else arguments.ranks.split(",")
-        chosen = sorted({int(name) for name in names})
-        if not all(0 <= rank < world_size for rank in chosen):
-            raise ValueError
-        if not 0 < arguments.timeout <= LONGEST_TIMEOUT_S:  # false for nan, too
-            raise ValueError
-    except (argparse.ArgumentError, ValueError, SystemExit):
-        raise ValueError(
-            f"%%ranks {line.strip()}: expected ranks from 0 to {world_size - 1}, as in `%%ranks 0` or "
-            "`%%ranks 0,1`, and nothing for all; `--timeout SECONDS`, above 0 and at most "
-            f"{LONGEST_TIMEOUT_S:,.0f}, limits how long a collective may wait."
-        ) from None
-    return chosen, arguments.timeout
+    given = line.partition("#")[0].strip()
+    if found := re.fullmatch(r"(\d+(?:,\d+)*)?\s*(?:--timeout (\d{1,6}(?:\.\d+)?))?", given):
+        names, seconds = found.groups()
+        chosen = sorted({*map(int, names.split(","))}) if names else [*range(world_size)]
+        timeout_s = TIMEOUT_S if seconds is None else float(seconds)
+        if chosen[-1] < world_size and timeout_s > 0:
+            return chosen, timeout_s
+    raise ValueError(
+        f"%%ranks {given}: expected ranks from 0 to {world_size - 1}, as in `%%ranks 0` or `%%ranks 0,1`, or "
+        "nothing for all; then perhaps `--timeout SECONDS`, the longest that a collective may wait, above 0 "
+        "and below 1,000,000."
+    )
 
 
 def _explain_missing_name(result: Any) -> None:
@@ -190,7 +175,8 @@ def _explain_missing_name(result: Any) -> None:
     if not isinstance(error, NameError) or not error.name or _cluster is None or _cluster.ended:
         return
     with contextlib.suppress(Exception), Interrupts():  # the error itself is shown already
-        if any(_cluster.ask(range(_cluster.world_size), "has_name", error.name, limit_s=ANSWER_LIMIT_S)):
+        is_there = f"{error.name!r} in globals()"
+        if any(_cluster.ask(range(_cluster.world_size), "evaluate", is_there, limit_s=ANSWER_LIMIT_S)):
             print(
                 f"{error.name} lives on the ranks: use it in a %%ranks cell, "
                 f"or fetch it with ranks.get({error.name!r}).",

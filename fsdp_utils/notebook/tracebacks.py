@@ -7,10 +7,10 @@ import site
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from traceback import walk_stack, walk_tb
-from types import CodeType
+from traceback import FrameSummary, StackSummary, walk_stack, walk_tb
 
 from fsdp_utils.distributed.rank_errors import text_of
 
@@ -50,32 +50,24 @@ def describe(error: BaseException, source: str) -> Failure:
         found.where = f"line {text_of(error.lineno)}: {line}"
         found.text, found.message = f"in this cell, {found.where}", text_of(error.msg)
         return found
-    own: list[str] = []
-    library: list[str] = []
-    files: list[str] = []  # library code below the reader's last line
-    for frame, line in walk_tb(error.__traceback__):
-        code = frame.f_code
-        place = _own_place(code, source)
-        if place is None:
-            files.append(code.co_filename)
-            if own:
-                library.append(f"    {_library_place(code.co_filename)}:{line} in {code.co_name}")
-            continue
-        library.clear()  # show the library code that lies below the reader's last line
-        files.clear()
-        found.where = _where(code, line)
-        function = code.co_name
-        own.append(f"in {place}, line {line}" + ("" if function == "<module>" else f", in {function}"))
-        own.extend(_lines_around(code.co_filename, line))
-    if len(library) > 6:
-        library[3:-3] = [f"    ... {len(library) - 6} more"]
-    if library:
-        own.append("which called")
-    found.text = "\n".join([*own, *library])
+    calls = StackSummary.extract(walk_tb(error.__traceback__), lookup_lines=False)
+    own, library = _split(calls, source)
+    lines: list[str] = []
+    for call in own:
+        function = "" if call.name == "<module>" else f", in {call.name}"
+        lines.append(f"in {_own_place(call.filename, source)}, line {call.lineno}{function}")
+        lines.extend(_lines_around(call))
+    if own:
+        found.where = _where(own[-1])
+        below = [f"    {_library_place(one.filename)}:{one.lineno} in {one.name}" for one in library]
+        if len(below) > 6:
+            below[3:-3] = [f"    ... {len(below) - 6} more"]
+        lines += ["which called", *below] if below else []
+    found.text = "\n".join(lines)
     cause = error.__cause__
     if cause is not None:
         found.text += f"\ncaused by {type(cause).__name__}: {text_of(cause)}"
-    found.in_collective = _is_collective(files)
+    found.in_collective = _is_collective(library)
     return found
 
 
@@ -84,39 +76,37 @@ def position(thread: int, source: str) -> Position:
 
     Keeps no frame: a frame that somebody holds when its function returns keeps the function's tensors alive.
     """
-    calls = [(frame.f_code, line) for frame, line in walk_stack(sys._current_frames()[thread])]
-    below: list[CodeType] = []  # library code below the reader's line
-    for code, line in calls:
-        if _own_place(code, source) is not None:
-            below.reverse()
-            in_collective = _is_collective([library.co_filename for library in below])
-            name = _collective_name(below) if in_collective else None
-            return Position(_where(code, line), line, name)
-        below.append(code)
-    return Position()
+    frames = walk_stack(sys._current_frames()[thread])
+    own, library = _split(StackSummary.extract(frames, lookup_lines=False)[::-1], source)
+    if not own:
+        return Position()
+    # the first function of torch.distributed's own module, else the last function
+    public = [call for call in library if call.filename.endswith("distributed_c10d.py")] or library[-1:]
+    name = public[0].name if _is_collective(library) else None
+    return Position(_where(own[-1]), own[-1].lineno, name)
 
 
-def _collective_name(calls: list[CodeType]) -> str:
-    """The first function of torch.distributed's own module among these, else the last function."""
-    public = [code for code in calls if code.co_filename.endswith("distributed_c10d.py")]
-    return (public or calls[-1:])[0].co_name
+def _split(calls: Sequence[FrameSummary], source: str) -> tuple[list[FrameSummary], list[FrameSummary]]:
+    """The calls of the reader's own code, and those of library code below its last line."""
+    own = [index for index, call in enumerate(calls) if _own_place(call.filename, source) is not None]
+    return [calls[index] for index in own], [*calls[own[-1] + 1 if own else 0 :]]
 
 
-def _where(code: CodeType, line: int) -> str:
-    return f"line {line}: {linecache.getline(code.co_filename, line).strip()}"
+def _where(call: FrameSummary) -> str:
+    return f"line {call.lineno}: {linecache.getline(call.filename, call.lineno or 0).strip()}"
 
 
-def _is_collective(files: list[str]) -> bool:
-    """Whether torch.distributed raised, or an operator that it called; the files are of library code."""
+def _is_collective(library: Sequence[FrameSummary]) -> bool:
+    """Whether torch.distributed raised or waits, or an operator that it called."""
+    files = [call.filename for call in library]
     distributed, operators = f"torch{os.sep}distributed", f"torch{os.sep}_ops.py"
     return any(distributed in file for file in files) and (
         distributed in files[-1] or files[-1].endswith(operators)
     )
 
 
-def _own_place(code: CodeType, source: str) -> str | None:
+def _own_place(filename: str, source: str) -> str | None:
     """Name the reader's code; None for library code."""
-    filename = code.co_filename
     if Path(filename).parent.name.startswith("ipykernel_") or filename.startswith("<ipython"):
         text = "".join(linecache.getlines(filename))
         return "this cell" if text.strip() == source.strip() else "an earlier cell"
@@ -139,8 +129,8 @@ def _library_place(filename: str) -> str:
     return os.path.relpath(filename, root) if root else filename
 
 
-def _lines_around(filename: str, line: int) -> list[str]:
-    lines = linecache.getlines(filename)
+def _lines_around(call: FrameSummary) -> list[str]:
+    lines, line = linecache.getlines(call.filename), call.lineno or 0
     first, last = max(1, line - CONTEXT_LINES), min(len(lines), line + CONTEXT_LINES)
     return [
         f"{'---->' if number == line else '     '} {number:>3} {lines[number - 1].rstrip()}".rstrip()
