@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_utils import check_in_step, run_on_ranks, save_distributed
 from tests.on_ranks import on_ranks
@@ -85,14 +85,16 @@ def test_check_in_step_does_not_see_gradients_of_equal_size_that_are_mixed() -> 
         assert largest_error(fsdp1=False, each=False) > 0.3
 
 
-def divided(mesh_size: int, factor: float, force_sum: bool) -> float | str:
+def divided(
+    mesh_size: int, factor: float, force_sum: bool, reduce_dtype: torch.dtype | None = None
+) -> float | str:
     """The gradient of a weight, times that without a factor, on a mesh of one or two ranks."""
     mesh = init_device_mesh("cpu", (2 // mesh_size, mesh_size), mesh_dim_names=("other", "fsdp"))["fsdp"]
     gradients = []
     for own in (None, factor):
         torch.manual_seed(0)
         model = nn.Linear(4, 4)
-        fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
         if own:
             model.set_gradient_divide_factor(own)
             model.set_force_sum_reduction_for_comms(force_sum)
@@ -111,6 +113,7 @@ def test_a_factor_on_gloo_needs_sums_and_with_one_rank_sums_divide_twice() -> No
     assert divided(2, 4.0, True) == 0.5
     assert divided(1, 2.0, False) == 0.5
     assert divided(1, 2.0, True) == 0.25
+    assert divided(1, 2.0, False, torch.float16) == 0.25
 
 
 @on_ranks()

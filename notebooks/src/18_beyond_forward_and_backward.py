@@ -46,7 +46,7 @@ lesson.card(
     18,
     learn="generate, average, edit and send away the weights of a sharded model, and run two models side by side",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 25, 24),
+    minutes=(1, 28, 24),
 )
 
 # %% [markdown]
