@@ -129,6 +129,17 @@ def test_dtensor_needs_more_collectives_for_a_large_matrix() -> None:
     assert run_on_ranks(collectives_of_muon, 1024, world_size=3)[0] == 26
 
 
+def test_what_is_written_to_pieces_of_a_split_dtensor_is_lost() -> None:
+    def moved() -> float:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        weight = distribute_tensor(torch.ones(24, 24), mesh, [Shard(0)])
+        for piece in weight.split(6):
+            piece.sub_(1)
+        return weight.full_tensor().min().item()
+
+    assert run_on_ranks(moved, world_size=2) == [1.0, 1.0]
+
+
 def error_of(call: Callable[[], Any]) -> str:
     try:
         call()
