@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import AveragedModel
 
 from fsdp_utils import record_collectives, run_on_ranks
+from fsdp_utils.lessons.meter import Meter
 from fsdp_utils.lessons.together import run_together
 from tests.blocks import Block
 
@@ -23,7 +24,7 @@ Evidence = dict[str, list[Any]]  # what each function below returned, by its nam
 @pytest.fixture(scope="module")
 def evidence() -> Evidence:
     uses = (averages, full_root, method_that_calls_the_model, without_own_parameters)
-    uses = (*uses, generated, method_under_fsdp1, outcomes, full_after_submodules)
+    uses = (*uses, generated, method_under_fsdp1, outcomes, full_after_submodules, two_forwards)
     ranks = run_on_ranks(lambda: {use.__name__: use() for use in uses}, world_size=2, timeout=200)
     return {use.__name__: [rank[use.__name__] for rank in ranks] for use in uses}
 
@@ -289,3 +290,40 @@ def outcomes() -> list[str]:
 
 def test_a_unit_that_only_some_ranks_run_is_called_on_all_of_them_times_0(evidence: Evidence) -> None:
     assert evidence["outcomes"][0] == ["hangs", "right", "hangs", "right"]
+
+
+# ---- two forwards before one backward
+
+
+def two_forwards() -> list[float]:
+    """Peak of tensors, as a share of the model: one batch; two, each in a forward; both in one forward."""
+    ids, other = samples()[:, :1], samples()[:, 1:2]
+    steps: list[Callable[[Any], Tensor]] = [
+        lambda model: model(ids).mean(),
+        lambda model: (model(ids) - model(other)).mean(),
+        lambda model: model(torch.cat([ids, other])).mean(),
+    ]
+    size, peaks = sum(p.nbytes for p in deep().parameters()), []
+    for step in steps:
+        meters = [Meter() for _ in range(3)]  # gloo's thread may let go of a tensor late
+        for meter in meters:
+            model: Any = deep()
+            for block in model.blocks:
+                fully_shard(block)
+            fully_shard(model)
+            with meter:
+                step(model).backward()
+        peaks.append(min(meter.peak_tensor_bytes for meter in meters) / size)
+    return peaks
+
+
+def deep() -> Model:
+    model = Model()
+    model.blocks = nn.Sequential(*[Block(16) for _ in range(12)])
+    return model
+
+
+def test_two_forwards_keep_the_full_gradients_of_all_blocks(evidence: Evidence) -> None:
+    for one, two, both in evidence["two_forwards"]:
+        assert two - one > 0.4  # all but what is gathered and reduced meanwhile
+        assert abs(both - one) < 0.15

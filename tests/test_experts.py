@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_utils import check_in_step, run_on_ranks, save_distributed
 from tests.on_ranks import Together, on_ranks
@@ -81,14 +81,16 @@ def test_check_in_step_names_the_expert_that_each_rank_gathers() -> None:
         assert f"for experts.{rank}," in line
 
 
-def divided(mesh_size: int, factor: float, force_sum: bool) -> float | str:
+def divided(
+    mesh_size: int, factor: float, force_sum: bool, reduce_dtype: torch.dtype | None = None
+) -> float | str:
     """The gradient of a weight, times that without a factor, on a mesh of one or two ranks."""
     mesh = init_device_mesh("cpu", (2 // mesh_size, mesh_size), mesh_dim_names=("other", "fsdp"))["fsdp"]
     gradients = []
     for own in (None, factor):
         torch.manual_seed(0)
         model = nn.Linear(4, 4)
-        fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
         if own:
             model.set_gradient_divide_factor(own)
             model.set_force_sum_reduction_for_comms(force_sum)
@@ -107,6 +109,7 @@ def test_a_factor_on_gloo_needs_sums_and_with_one_rank_sums_divide_twice() -> No
     assert divided(2, 4.0, True) == 0.5
     assert divided(1, 2.0, False) == 0.5
     assert divided(1, 2.0, True) == 0.25
+    assert divided(1, 2.0, False, torch.float16) == 0.25
 
 
 @on_ranks()

@@ -2,8 +2,8 @@
 # # 18 · Beyond forward and backward
 #
 # What may you do with a sharded model between its training steps: generate, average, edit, send its weights away?
-# **Compute through `model(...)` or a registered method, equally often on all ranks. Average and edit the shards in
-# place, after `model.reshard()`. To send weights away, gather one parameter at a time with `full_tensor()`.**
+# **Compute through `model(...)` or a registered method; unless all weights are kept, equally often on all ranks.
+# Average and edit shards in place, after `model.reshard()`. To send weights away, gather each with `full_tensor()`.**
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -31,24 +31,22 @@ plots.show(fig, alt="What a rank holds of three units: a quarter of each, and af
 # gives full copies of the root's weights and shards of the blocks'. **In this state a method of your own works by
 # accident, and edits get lost. `reshard()` frees the full copies: do not use one that you looked up before it.**
 #
-# | you want to | write | all-gathers here |
+# | you want to | write | all-gathers, with n blocks |
 # |:--|:--|:--|
-# | generate, and the full weights fit on a GPU | `with gathered(model):` (defined under Generate) around the loop | 3, for any number of tokens |
-# | generate, and they do not fit | `model(ids)` on all ranks, until the last one has finished | 2 for each token, and 1 for the root |
+# | generate, and the full weights fit on a GPU | `with gathered(model):` (defined under Generate) around the loop | n + 1, for any number of tokens |
+# | generate, and they do not fit | `model(ids)` on all ranks, until the last one has finished | n for each token, and 1 for the root |
 # | keep an EMA (an average of the weights) | under `no_grad`, after `optimizer.step()`: `average[name].lerp_(p, 0.1)` for each parameter (`model.reshard()` first if an evaluation has run since the backward) | 0 |
 # | edit weights by hand | under `no_grad`: `model.reshard()`, then `for p in model.parameters(): p.mul_(0.5)` | 0 |
-# | run a frozen teacher or reference model | a second model with its own `fully_shard`; under `no_grad`; then `teacher.reshard()` | 3 more in a step |
+# | run a frozen teacher or reference model | a second model with its own `fully_shard`; under `no_grad`; then `teacher.reshard()` | n + 1 more in a step |
 # | send weights to vLLM (a weight sync) | `p.full_tensor()` for each DTensor `p` of `model.state_dict().values()`, on all ranks (buffers are sent as they are) | 1 for each parameter |
 # | call a method of your own | `register_fsdp_forward_method(model, "logp")`, once | as for `model(...)` |
-#
-# "Here" is a model of three units, the root and two blocks. With n blocks, read n for 2 and n + 1 for 3.
 
 # %% tags=["card"]
 lesson.card(
     18,
     learn="generate, average, edit and send away the weights of a sharded model, and run two models side by side",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 25, 24),
+    minutes=(1, 28, 24),
 )
 
 # %% [markdown]
@@ -118,9 +116,8 @@ lesson.card(
 # ```
 #
 # - **5:** a training step gathers the root once, and each block for its forward and its backward: 1 + 2 + 2.
-# - **0:** each rank averages its own shards.
 # - **21:** each of ten tokens gathers both blocks again, and the root stays full: 1 + 10 x 2.
-# - **4:** `full_tensor()` gathers each of the four parameters.
+# - **0 and 4:** each rank averages its own shards; `full_tensor()` gathers each of the four parameters.
 # - **3:** with the weights kept, each unit is gathered once. `generate` reshards the root only, so both blocks
 #   are still full when the script ends. A backward pass, `state_dict()` or `block.reshard()` would free them.
 #
@@ -241,7 +238,7 @@ Table(["", "what happens", "all-gathers", "units full"], [[name, *found] for nam
 # Without the hooks the root's parameters are still shards: **DTensors**, tensors that hold one rank's part and know
 # the full shape. After an evaluation the root is full, so the call runs without registration, with right gradients,
 # until the next backward: it works in your notebook and dies in training. So register the method. One that calls
-# `self(...)` needs no registration: registered, it would gather the root once more in training, for the backward.
+# `self(...)` needs no registration.
 #
 # ## Generate
 #
@@ -252,7 +249,6 @@ Table(["", "what happens", "all-gathers", "units full"], [[name, *found] for nam
 # %%
 # %%ranks
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 
 @contextmanager
@@ -309,16 +305,14 @@ plots.show(fig, alt="All-gathers grow with the tokens unless the weights are kep
 # model. By default a rank holds the root, one block and the buffers of two gathers at once: a tenth of this model with
 # 32 blocks, whose root is under 1 %. A large embedding and head add their share.
 #
-# A calculation from data sheets: 7 billion parameters in bf16 (28 GB if FSDP gathers float32) are 14 GB that a rank
-# gathers **for each token**, whatever the batch, in 0.3 s between hosts (a 400 Gbit/s link for each GPU) or 0.03 to
-# 0.05 s over an H100's or A100's NVLink (450 and 300 GB/s). A GPU that keeps them reads them from its own memory in
-# 0.004 to 0.007 s (3.35 and 2.0 TB/s). Full weights have room on each of 8 GPUs of 80 GB: 14 GB beside 14 GB of
-# shards (float32 weights, gradients, AdamW's two averages: 4 x 28 / 8). If they do not fit, share the 0.3 s among a
-# large batch, or generate with tensor parallelism ([lesson 16](16_two_dimensions.ipynb)) or in an inference engine.
+# A calculation from data sheets: 7 billion parameters in bf16 are 14 GB that a rank gathers **for each token**,
+# whatever the batch, in 0.3 s between hosts (a 400 Gbit/s link for each GPU) or 0.03 s over an H100's NVLink. A GPU
+# that keeps them reads them from its own memory in 0.004 s. If they do not fit, share the 0.3 s among a large batch,
+# or generate with tensor parallelism ([lesson 16](16_two_dimensions.ipynb)) or in an inference engine.
 #
-# **Ranks must call the model equally often**, and sequences end at different lengths. `generate` of transformers
-# calls `self(...)`, so it needs no registration. It notices `fully_shard(model)` (not that of the layers alone) and
-# sets `synced_gpus=True`: a rank that has finished goes on calling until all have.
+# **Unless the weights are kept, ranks must call the model equally often**, and sequences end at different lengths.
+# `generate` of transformers calls `self(...)`, so it needs no registration. It notices `fully_shard(model)` (not that
+# of the layers alone) and sets `synced_gpus=True`: a rank that has finished goes on calling until all have.
 #
 # ```python
 # model.generate(prompt, max_new_tokens=100)                              # synced_gpus=True by itself
@@ -367,10 +361,15 @@ def score_generate(generate_together):
     after = missing = between = left = 0
     for most in (12, 4):
         model, start = countdown(), 3 + 2 * rank
-        answer = partial(generate_together, model, torch.tensor([[start]], device=device), most)
         calls = []
         model.register_forward_hook(lambda module, *_, c=calls: c.append(full_units(module)))
-        tokens = torch.as_tensor(answer()).flatten().tolist()
+        try:
+            found = generate_together(model, torch.tensor([[start]], device=device), most)
+        except RuntimeError as raised:
+            if "got mixed" in str(raised):
+                raise NotYet("The root's hooks did not run: call `model(...)`, not `model.forward(...)`.") from None
+            raise
+        tokens = torch.as_tensor(found).flatten().tolist()
         wanted = list(range(start, -1, -1))[: most + 1]
         if tokens[: len(wanted)] != wanted[: len(tokens)]:
             raise NotYet(f"Return `ids` with the new tokens: expected {wanted}, found {tokens}.")
@@ -459,6 +458,10 @@ def generate_together(model, ids, most):                        # stops with the
     model.reshard()
     return ids
 
+# %% tags=["wrong"] turn=1 says="not `model.forward(...)`"
+def generate_together(model, ids, most):
+    return torch.cat([ids, model.forward(ids)[:, -1:].argmax(-1)], dim=1)
+
 # %% tags=["wrong"] turn=1 says="keeps its full weights"
 def generate_together(model, ids, most):
     going = torch.ones((), device=ids.device)
@@ -472,18 +475,16 @@ def generate_together(model, ids, most):
 # ## EMA and edits: on the shards
 #
 # You need no `torch.optim.swa_utils.AveragedModel` (which raises: it copies the model). An exponential moving average
-# (EMA) is element-wise, so each rank averages its own shards, as the script's `update_average` does: a test holds
-# that this is the average of one process. It costs each rank one more copy of its shards. Keep the average in float32:
-# shards are float32 if the model was built so, also under a `MixedPrecisionPolicy`. If the model itself is bf16, write
-# `p.detach().float().clone()` and `lerp_(p.float(), …)`: in bf16, an average of 1 that moves towards 1.5 with weight
-# 0.001 stays 1.
+# (EMA) is element-wise, so each rank averages its own shards, as the script's `update_average` does. It costs each
+# rank one more copy of its shards. Keep the average in float32: shards are float32 if the model was built so, also
+# under a `MixedPrecisionPolicy`. If the model itself is bf16, write `p.detach().float().clone()` and `lerp_(p.float(),
+# …)`: in bf16, an average of 1 that moves towards 1.5 with weight 0.001 stays 1.
 # `save_distributed(folder, model, step=step, state={"average": average})` saves it in shards, and
 # `load_distributed(folder, model)["average"]` returns it, on any number of ranks ([lesson
 # 8](08_local_state_dict_and_distributed_checkpoints.ipynb)).
 #
 # An edit by hand is the same: in place, on shards. It goes wrong after an evaluation, when the root has its weights
-# twice. The next cell halves all weights in four ways, and compares the next output, and the one after
-# `model.reshard()`, with those of models of which all weights, none, or the blocks' are halved.
+# twice. The next cell halves all weights in four ways, and finds which weights the next two outputs are computed with.
 
 # %% tags=["edits"]
 # %%ranks
@@ -526,9 +527,8 @@ Table(["the edit", "the next output is that of", "and after model.reshard()"], [
 #
 # Three ways out. `model.load_state_dict(...)` reshards each unit first and copies in place. Or call `model.reshard()`
 # before each edit, and **look the parameters up after it**: a full copy that you looked up before has no memory any
-# more. On a CPU most element-wise operations on it are a segmentation fault, and others raise; on a GPU you see an
-# illegal memory access. Or `fully_shard(model, reshard_after_forward=True)`, for one more all-gather in each training
-# step and each later token ([until 2025](https://github.com/pytorch/pytorch/issues/154655) the root ignored it).
+# more. Or `fully_shard(model, reshard_after_forward=True)`, for one more all-gather in each training step and each
+# later token ([until 2025](https://github.com/pytorch/pytorch/issues/154655) the root ignored it).
 #
 # ## Your turn 2 · Evaluate with the average
 #
@@ -540,8 +540,8 @@ Table(["the edit", "the next output is that of", "and after model.reshard()"], [
 #
 # <details><summary>Hint</summary>
 #
-# Which two moments need a `model.reshard()`? Call `model.named_parameters()` again after each of them. While the root
-# is full it returns plain tensors, and after `reshard()` those have no memory: do not touch them.
+# Which two moments need a `model.reshard()`? Call `model.named_parameters()` once, after the first of them: it gives
+# the shards, to which both writes go. While the root is full it gives full copies, which `reshard()` frees.
 #
 # </details>
 
@@ -614,12 +614,13 @@ def evaluate_with(model, average, evaluate):
 # %% tags=["solution"] turn=2
 def evaluate_with(model, average, evaluate):
     model.reshard()
-    own = {name: p.clone() for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
+    shards = dict(model.named_parameters())
+    own = {name: p.clone() for name, p in shards.items()}
+    for name, p in shards.items():
         p.copy_(average[name])
     result = evaluate()
     model.reshard()
-    for name, p in model.named_parameters():
+    for name, p in shards.items():
         p.copy_(own[name])
     return result
 
@@ -741,8 +742,8 @@ Table(["a step", "all-gathers", "reduce-scatters"], [[name, *found] for name, fo
 
 # %% [markdown]
 # A second forward gathers each block twice more, for its forward and its backward. It adds no reduce-scatter:
-# autograd sums the gradients of both forwards before FSDP reduces them. One forward of both batches gathers as often
-# as one of a single batch. The teacher's forward gathers its three units once.
+# autograd sums the gradients of both forwards before FSDP reduces them. **Until then each rank holds the full
+# gradients of all blocks**, so concatenate the batches where you can. The teacher's forward gathers its units once.
 #
 # ## Send the weights away
 #
@@ -774,17 +775,15 @@ Table(["", "gathered, % of the model", "full at once, %"], [[name, *found] for n
 
 # %% [markdown]
 # Gathered one by one, no more than the largest tensor is full at a time, if `send` has let go of it. Casting the
-# float32 shards to bf16 first halves the bytes. `state_dict()` has all tensors: a loop that calls `unshard()` on the
-# submodules leaves out the root's, one of three bugs that broke
-# [open-instruct](https://github.com/allenai/open-instruct/pull/1642)'s first weight sync. An engine with old weights
-# raises nothing: compare its log-probabilities with the trainer's after the first send.
+# float32 shards to bf16 first halves the bytes. `state_dict()` has all tensors; a loop that calls `unshard()` on the
+# submodules leaves out the root's. An engine with old weights raises nothing: compare its log-probabilities with the
+# trainer's after the first send.
 #
-# **Gather on the default stream, synchronise, send**, as `one_by_one` does. Meanwhile the other ranks wait in the
-# next gather, so a send that takes longer than the process group's timeout ends the job; [a proposed
-# change](https://github.com/huggingface/trl/pull/7131) to trl therefore gathers all first, if there is room. The CPU
-# here has no streams to show why. [trl hung](https://github.com/huggingface/trl/pull/6798) with more than two
-# training ranks: by the author's account, rank 0's gathers waited behind vLLM's transfers on the same CUDA streams,
-# so the two NCCL groups waited for each other.
+# **Gather on the default stream, synchronise, send**, as `one_by_one` does. The CPU here has no streams to show why:
+# [trl hung](https://github.com/huggingface/trl/pull/6798) with more than two training ranks, by the author's account
+# because rank 0's gathers waited behind vLLM's transfers on the same CUDA streams. While rank 0 sends, the other ranks
+# wait in the next gather, and one send longer than the process group's timeout ends the job: [a user's
+# report](https://github.com/huggingface/trl/issues/7103). Where all full weights have room on rank 0, gather them first.
 #
 # ## When it goes wrong
 #
@@ -796,7 +795,7 @@ Table(["", "gathered, % of the model", "full at once, %"], [[name, *found] for n
 # | `FSDP does not support deepcopy` | `AveragedModel`, or a copy as reference model | a dictionary of shards; build the second model anew and load the first one's state dict |
 # | `'Tensor' object has no attribute 'full_tensor'` (or `'device_mesh'`) | in a `state_dict()`: a buffer, or one of `ignored_params`, not sharded. `'Parameter' object`, in `model.parameters()`: an ignored one, or the root is full | send it as it is. Or take it from `state_dict()` |
 # | memory stays high after an evaluation, or embedding and head ignore edits | full units: the root, or all with `reshard_after_forward=False` | `reshard()` on each, before you edit |
-# | the engine's log-probabilities are others | it has old weights of the root, or names with `_checkpoint_wrapped_module` | names and tensors of `state_dict()` |
+# | the engine's log-probabilities are others | it has old weights, or names with `_checkpoint_wrapped_module` | names and tensors of `state_dict()` |
 #
 # ## The rule
 #

@@ -2,10 +2,10 @@
 # # 19 · Optimizers that need the whole matrix
 #
 # Which optimizers are right on shards, and what do I do with one that needs the whole matrix? **AdamW, SGD
-# and all others that treat each element by itself are right on any shard: leave them as they are. Give
-# `torch.optim.Muon` the parameters of `fully_shard`, never their local parts: its step is right, but it
-# sends each matrix many times over. Give each matrix one owner rank, as `OwnedMuon` below does, and a step
-# takes two collectives for each parameter group.**
+# and all others that treat each element by itself are right on any shard: leave them as they are (Rprop alone
+# raises on the parameters of `fully_shard`). Give `torch.optim.Muon` these parameters, never their local
+# parts: its step is right, but it sends each matrix many times over. Give each matrix one owner rank, as
+# `OwnedMuon` below does, and a step takes two collectives for each parameter group.**
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -37,7 +37,7 @@ lesson.card(
     19,
     learn="tell which optimizers may see shards, run Muon with one owner per matrix, and save 8-bit states",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb), [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb)",
-    minutes=(1, 24, 26),
+    minutes=(1, 30, 30),
 )
 
 # %% [markdown]
@@ -45,7 +45,7 @@ lesson.card(
 #
 # Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It takes one optimizer step on shards
 # and the same step in one process, and compares the weights. **Muon** keeps a momentum for each weight
-# matrix, as SGD does. Before it steps, it brings the momentum's singular values to between about 0.7 and
+# matrix, as SGD does. Of momentum and gradient mixed it brings the singular values to between about 0.7 and
 # 1.2, all but the smallest, so that the step is about as long in every direction. A shard of rows has other
 # singular values than the matrix.
 #
@@ -138,6 +138,7 @@ from fsdp_utils import record_collectives, shard
 rank, world = dist.get_rank(), dist.get_world_size()
 device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 mesh = init_device_mesh(device.type, (world,))
+counted = fully_shard(nn.Linear(8, 8, device=device), mesh=mesh)        # record_collectives asks for a model
 
 
 def full(tensor):
@@ -242,9 +243,10 @@ Table(
 #   It also compares losses, and here each rank has its own: return the mean over the ranks from the closure.
 # - Muon computes in bf16, so two orders of summation differ by a percent or so.
 #
-# In this table nothing is wrong without an error. On plain shards it happens, and FSDP1 gives an optimizer
-# plain shards, as does code that calls `to_local()`. Of optimizers elsewhere, Lion is element-wise; LARS
-# and LAMB take the norm of a whole matrix; SOAP and Shampoo multiply matrices. For yours, ask a function:
+# Apart from LBFGS's losses, nothing in this table is wrong without an error. On plain shards it happens, and
+# FSDP1 gives an optimizer plain shards, as does code that calls `to_local()`. Of optimizers elsewhere, Lion
+# is element-wise; LARS and LAMB take the norm of a whole matrix; SOAP and Shampoo multiply matrices. For
+# yours, ask a function:
 #
 # ## Your turn 1 · Is it right on plain shards?
 #
@@ -288,9 +290,9 @@ def column_momentum(params, lr):                            # in 4 bits, one sca
 
 
 @turn(1, {
-    "element-wise ones, accepted": exactly(4, "An element-wise optimizer was refused: its shard must have the rows and the gradients that it is compared with."),
+    "element-wise ones, accepted": exactly(4, "An element-wise optimizer was refused: its shard must have the rows and the gradients that it is compared with. (Rprop sees only a gradient's sign.)"),
     "Muon and Adafactor, refused": exactly(2, "Muon or Adafactor was accepted: the two parameters share memory, or the tolerance is larger than a step."),
-    "one that errs from step 2 on, refused": exactly(1, "An optimizer whose first step alone is right was accepted: take more steps."),
+    "one that errs from step 2 on, refused": exactly(1, "An optimizer with momentum in few bits, one scale for each column, was accepted: take three steps, with random gradients, on a shard of rows, and compare to within 1e-4."),
 })
 def score_right(right_on_shards):
     found, optim = {}, torch.optim
@@ -362,7 +364,23 @@ def right_on_shards(optimizer_class):                       # gradients of a los
     shard = train(matrix.chunk(world)[rank], [target.chunk(world)[rank] for target in targets])
     return (shard - train(matrix, targets).chunk(world)[rank]).abs().max() < 1e-4
 
-# %% tags=["wrong"] turn=1 says="take more steps"
+# %% tags=["wrong"] turn=1 says="on a shard of rows"
+def right_on_shards(optimizer_class):                       # a shard of columns
+    matrix, gradients, trained = torch.randn(96, 48), torch.randn(3, 96, 48), []
+    for columns in (slice(48), slice(12)):
+        weight = nn.Parameter(matrix[:, columns].clone())
+        optimizer = optimizer_class([weight], lr=0.01)
+        for gradient in gradients:
+            weight.grad = gradient[:, columns].clone()
+            optimizer.step()
+        trained.append(weight.detach()[:, :12])
+    return torch.allclose(*trained, atol=1e-4)
+
+# %% tags=["wrong"] turn=1 says="only a gradient's sign"
+def right_on_shards(optimizer_class):                       # Rprop: a larger gradient of the same sign
+    return reach(optimizer_class).sum() == 1
+
+# %% tags=["wrong"] turn=1 says="take three steps"
 def right_on_shards(optimizer_class):                       # one step
     matrix, gradient, trained = torch.randn(96, 48), torch.randn(96, 48), []
     for rows in (slice(96), slice(24)):
@@ -404,9 +422,6 @@ def right_on_shards(optimizer_class):                       # each has gradients
 
 # %%
 # %%ranks
-counted = fully_shard(nn.Linear(8, 8, device=device), mesh=mesh)        # record_collectives asks for a model
-
-
 def sharded(*shape):
     return distribute_tensor(torch.randn(shape).to(device), mesh, [Shard(0)])
 
@@ -414,7 +429,7 @@ def sharded(*shape):
 def sent_by_muon(*shape):                                   # collectives, and KiB that a rank sends around a ring
     weight = nn.Parameter(sharded(*shape))
     weight.grad = sharded(*shape)
-    with record_collectives(counted) as trace:
+    with record_collectives(counted) as trace:              # of any model: it records all collectives
         torch.optim.Muon([weight]).step()
     return len(trace.collectives), sum(event.sent_bytes for event in trace.collectives) / 1024
 
@@ -431,8 +446,7 @@ Table(["matrix", "collectives", "bytes sent, times one all-gather in bf16"], row
 
 # %% [markdown]
 # The table ends with a tall matrix, whose products are summed over the ranks. A larger square takes more
-# collectives (1,024 rows on 3 or 4 ranks: 26), among them all-to-alls that CPU ranks replace by all-gathers:
-# count its bytes on your GPUs. The simplest mend gathers each matrix once, before the iteration:
+# collectives. The simplest mend gathers each matrix once, before the iteration:
 
 # %%
 # %%ranks
@@ -462,13 +476,11 @@ def gathered(matrices):                                     # list of DTensors, 
 # |--:|--:|--:|--:|
 # | 768 | 47% | 6% | 1% |
 # | 2,048 | 125% | 16% | 2% |
-# | 4,096 | 250% | 31% | 4% |
 # | 8,192 | 500% | 62% | 8% |
 #
-# From m = 1,639 on the gathered iteration takes more FLOPs than the training of the matrix. With gradient
-# accumulation count the tokens of all micro-batches of the step. Hence owners: rank r
-# computes matrix r. On more than two ranks they also send less: a matrix's shards go to one rank, not to all,
-# and rows of the result come back.
+# From m = 1,639 on the gathered iteration takes more FLOPs than the training of the matrix. Hence owners:
+# rank r computes matrix r. On more than two ranks they also send less: a matrix's shards go to one rank, not
+# to all, and rows of the result come back.
 #
 # ## Your turn 2 · One owner each
 #
@@ -481,7 +493,8 @@ def gathered(matrices):                                     # list of DTensors, 
 #
 # `dist.all_to_all_single(output, input)` cuts `input` along its first dimension into as many parts as there
 # are ranks and sends part r to rank r; `output` has the parts that came, in the order of the ranks.
-# `DTensor.from_local(rows, mesh, [Shard(0)])` makes a DTensor of each rank's rows.
+# `DTensor.from_local(rows, mesh, [Shard(0)])` makes a DTensor of each rank's rows. Send contiguous tensors:
+# of a tall matrix `newton_schulz` returns a transpose.
 #
 # </details>
 
@@ -607,34 +620,40 @@ def with_owners(matrices):                                  # shards side by sid
 #
 # A model has matrices of several shapes, more of them than ranks, and rows that do not divide. So `owned`,
 # for any list: matrix i belongs to rank i modulo the ranks, and all matrices travel in the same two
-# collectives, whose parts may differ in size. Copy the cell with the first
-# `newton_schulz` too. `rank` and `world` are `dist.get_rank()` and `dist.get_world_size()`.
+# collectives, whose parts may differ in size. Copy the cell with the first `newton_schulz` too.
 
 # %%
 # %%ranks
-def on_each_rank(matrix):                                   # elements of the matrix that each rank holds
+def on_each_rank(matrix, world):                            # elements of the matrix that each rank holds
     rows = [len(part) for part in torch.arange(matrix.size(0)).chunk(world)]
     return [count * matrix.size(1) for count in rows + [0] * (world - len(rows))]
 
 
 def owned(matrices):                                        # list of DTensors, cut by rows -> the same in bf16
+    mesh = matrices[0].device_mesh
+    if any((matrix.device_mesh, matrix.placements) != (mesh, (Shard(0),)) for matrix in matrices):
+        raise ValueError("owned: expected matrices cut by rows, on one mesh of one dimension")
+    rank, world, group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
+    # Shards to the owners. out: by owner and then by matrix; got: by the rank that sent it, then by matrix.
     order = [i for owner in range(world) for i in range(owner, len(matrices), world)]
     shards = [matrices[i].to_local().bfloat16().flatten() for i in order]
     mine = matrices[rank::world]
-    sizes = [on_each_rank(matrix) for matrix in mine]
+    sizes = [on_each_rank(matrix, world) for matrix in mine]
     to = [sum(m.to_local().numel() for m in matrices[owner::world]) for owner in range(world)]
     come = [sum(size[source] for size in sizes) for source in range(world)]
-    out = torch.cat(shards)                                 # by owner
-    got = out.new_empty(sum(come))                          # by the rank that sent it
-    dist.all_to_all_single(got, out, come, to)
+    out = torch.cat(shards)
+    got = out.new_empty(sum(come))
+    dist.all_to_all_single(got, out, come, to, group=group)
+    # Compute each own matrix, put together from its rows.
     pieces = got.split([size[source] for source in range(world) for size in sizes])
     wholes = [torch.cat(pieces[i :: len(mine)]).view(matrix.shape) for i, matrix in enumerate(mine)]
     results = [newton_schulz(whole).flatten().split(size) for whole, size in zip(wholes, sizes)]
+    # Rows of the results back, the same way.
     back = torch.cat([got[:0], *(result[source] for source in range(world) for result in results)])
-    dist.all_to_all_single(out, back, to, come)
+    dist.all_to_all_single(out, back, to, come, group=group)
     parts = dict(zip(order, out.split([len(shard) for shard in shards])))
     return [
-        DTensor.from_local(parts[i].view(-1, m.size(1)), m.device_mesh, [Shard(0)], shape=m.shape, stride=m.stride())
+        DTensor.from_local(parts[i].view(-1, m.size(1)), mesh, [Shard(0)], shape=m.shape, stride=m.stride())
         for i, m in enumerate(matrices)
     ]
 
@@ -684,6 +703,7 @@ def trained(muon_class, on_ranks=True):
         shard(model, mesh=mesh)
         ids = ids.chunk(world)[rank]
     hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
+    hidden.sort(key=lambda p: p.numel())                    # so that the owners share the large ones
     ends = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." not in name]
     norms = {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 0.001, "weight_decay": 0.0}
     muon, adamw = muon_class(hidden, lr=0.02), torch.optim.AdamW([{"params": ends, "lr": 0.003}, norms])
@@ -713,59 +733,39 @@ Table(head, [[name, count, kib, f"{error:.2f}"] for name, (count, kib, error) in
 # %% [markdown]
 # All three take the steps of one process but for bf16's rounding. On four ranks the class sends a twentieth
 # of what `torch.optim.Muon` sends. Its momentum is a DTensor, so `save_distributed(folder, model, [muon,
-# adamw], step=…)` saves both optimizers, for any number of ranks. Sort the list by `numel()`: in the order
-# of a Llama, three of 7 ranks own all MLPs. A step holds all matrices of a group at once: about 17 bytes
-# more for each element of a shard (16 matrices, 4 ranks). The class knows one mesh dimension, cut by rows:
-# with `Shard(1)` the step is wrong without an error, so check `weight.placements`. For GPUs, used there by
-# others and not run here: `Muon` of [microsoft/dion](https://github.com/microsoft/dion) sends batches of
-# matrices all-to-all and overlaps that with computation; VeOmni has owners with uneven shards
-# ([#973](https://github.com/ByteDance-Seed/VeOmni/pull/973)).
+# adamw], step=…)` saves both optimizers, for any number of ranks. In the order of a Llama, not sorted, three
+# of 7 ranks would own all MLPs. A step holds all matrices of a group at once. Matrices that are not cut by
+# rows, or lie on two mesh dimensions, raise an error. For GPUs, used there by others and not run here: `Muon`
+# of [microsoft/dion](https://github.com/microsoft/dion) sends batches of matrices all-to-all and overlaps
+# that with computation, as does torchtitan's `DistributedMuon`
+# ([#4060](https://github.com/pytorch/torchtitan/pull/4060)), for FSDP2 with expert parallelism.
 #
-# ## Blocks: Shampoo and 8-bit states
+# ## Between one element and the matrix: blocks
 #
-# Between one element and the whole matrix lie optimizers that need a block. They are right on plain shards,
-# with nothing sent, if no cut goes through a block. Do not give them DTensors unchecked: the `Shampoo`
-# below then gathers copies by `split`, updates those and leaves the weights as they were, without an error.
-# **Shampoo** multiplies a gradient G from both sides by the inverse fourth roots of G Gᵀ and Gᵀ G, summed
-# up over the steps; to keep these small it works on blocks of the matrix, here of rows. **8-bit
-# optimizers** store a state as 8-bit codes with one scale for each block of values; `CodedMomentum`, from
-# the folded cell of turn 1, rounds to such codes, 8 values of a row to a scale. It keeps the rounded
-# floats, so it saves no memory.
+# **8-bit optimizers** store a state as 8-bit codes with one scale for each block of values, and Shampoo may
+# compute with blocks of a large matrix. They are right on plain shards, with nothing sent, if no cut goes
+# through a block. `CodedMomentum`, from the folded cell of turn 1, rounds to such codes, with a scale for
+# each block of rows x columns. (It keeps the rounded floats, so it saves no memory.)
 
 # %%
 # %%ranks
-class Shampoo(torch.optim.Optimizer):                       # on blocks of rows
-    def __init__(self, params, lr=0.1, rows=6):
-        super().__init__(params, {"lr": lr, "rows": rows})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for weight in group["params"]:
-                state, blocks = self.state[weight], (weight.split(group["rows"]), weight.grad.split(group["rows"]))
-                for i, (w, g) in enumerate(zip(*blocks)):
-                    left, right = state.get(i, (0, 0))
-                    state[i] = left, right = left + g @ g.T, right + g.T @ g
-                    w.sub_(inverse_root(left) @ g @ inverse_root(right), alpha=group["lr"])
+def coded(rows):
+    return lambda params, lr: CodedMomentum(params, lr, block=(rows, 4))
 
 
-def inverse_root(square):
-    values, vectors = torch.linalg.eigh(square)
-    return vectors * values.clamp(min=1e-6) ** -0.25 @ vectors.T
-
-
-reached = {"8-bit momentum": reach(CodedMomentum), "Shampoo, 6 rows": reach(Shampoo)}
-reached["Shampoo, 9 rows"] = reach(lambda params, lr: Shampoo(params, lr, rows=9))
+reached = {f"blocks of {rows} x 4": reach(coded(rows)) for rows in (1, 6, 8)}
 
 # %%
 reached = ranks.get("reached")[0]
-assert [int(changed.sum()) for changed in reached.values()] == [8, 144, 216]
+assert [int(changed.sum()) for changed in reached.values()] == [4, 24, 32]
 draw(reached)
 
 # %% [markdown]
-# Blocks along a row and blocks of 6 rows lie between the cuts; a block of 9 rows does not. With that one, and
+# Blocks along a row and blocks of 6 rows lie between the cuts; a block of 8 rows does not. With that one, and
 # with "the block is my shard", another number of ranks is another optimizer, and nothing warns you. Choose a
-# number of rows that divides the shard for every number of ranks that you may use.
+# number of rows that divides the shard for every number of ranks that you may use. Do not give an optimizer
+# of blocks DTensors unchecked: `split` gathers, so what it updates are copies, and the weights stay as they
+# were, without an error.
 #
 # ## 8-bit states in a checkpoint
 #
@@ -782,7 +782,7 @@ draw(reached)
 # `Optimizer.load_state_dict` converts each state but `step` to the dtype of a floating-point parameter: under
 # float32 parameters codes take four times their bytes, until a step makes new codes.
 #
-# Two maintained libraries, not run here. bitsandbytes' kernels know no DTensors: under FSDP2 issues report
+# Libraries, not run here. bitsandbytes' kernels know no DTensors: under FSDP2 issues report
 # an illegal memory access in the step
 # ([#1633](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633)) and an assertion in the
 # save ([#1732](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1732)). torchao's `AdamW8bit`

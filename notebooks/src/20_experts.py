@@ -3,9 +3,10 @@
 #
 # In a mixture of experts (MoE), a block has many feed-forward networks, the experts, and each token uses a
 # few of them. Who gathers an expert, and where is it computed? **Under FSDP every rank gathers all experts of
-# a block, also those that its tokens don't use: keep them in one parameter and make the block the unit. Where
-# gathering them takes too much memory or time, give each rank some of the experts and send it their tokens:
-# expert parallelism.**
+# a block, also those that its tokens don't use: where a block's experts fit into memory twice ([lesson
+# 1](01_transformer_wrapper.ipynb)), keep them in one parameter and make the block the unit. Where they don't,
+# or gathering takes too long, give each rank some of the experts and send it their tokens: expert
+# parallelism.**
 
 # %% jupyter={"source_hidden": true}
 from matplotlib.patches import Rectangle
@@ -49,7 +50,7 @@ lesson.card(
     learn="train a mixture of experts under FSDP without mixing up experts, and divide experts among ranks",
     needs="[lesson 1](01_transformer_wrapper.ipynb); for the second half [lesson 16](16_two_dimensions.ipynb)",
     ranks="4 on the CPU (2 or 3 work: set `FSDP_RANKS`)",
-    minutes=(1, 31, 15),
+    minutes=(1, 34, 15),
 )
 
 # %% [markdown]
@@ -106,18 +107,18 @@ lesson.card(
 #     pairs = (out, right.chunk(world)[rank]), (gradient, alone.experts[rank].weight.grad.chunk(world)[rank])
 #     errors = [((found - wanted).norm() / wanted.norm()).item() for found, wanted in pairs]
 #     if rank == 0:
-#         print(f"{name}: output off by {errors[0]:.2f}, gradient of expert 0 off by {errors[1]:.2f}")
+#         print(f"{name:19} output off by {errors[0]:.2f}, gradient of expert 0 off by {errors[1]:.2f}")
 # dist.destroy_process_group()
 # ```
 # ```text
-# each expert a unit: output off by 0.62, gradient of expert 0 off by 2.07
-# the block a unit: output off by 0.00, gradient of expert 0 off by 1.98
-# zeros for unused: output off by 0.00, gradient of expert 0 off by 0.00
+# each expert a unit  output off by 0.62, gradient of expert 0 off by 2.07
+# the block a unit    output off by 0.00, gradient of expert 0 off by 1.98
+# zeros for unused    output off by 0.00, gradient of expert 0 off by 0.00
 # ```
 #
-# No line raises an error. "Off by 1.00" means: as far away as the right value is large. The first way
-# computes with wrong weights, the second with right weights and trains with wrong gradients. Only the third
-# equals one process.
+# No line raises an error. "Off by 1.00" means: as far away as the right value is large (a wrong gradient can be
+# longer than the right one). The first way computes with wrong weights, the second with right weights and
+# trains with wrong gradients. Only the third equals one process.
 #
 # ## Why the weights were mixed
 #
@@ -139,7 +140,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed._functional_collectives import all_to_all_single
+from torch.distributed._functional_collectives import all_to_all_single      # private; differentiable in torch 2.13
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -215,13 +216,34 @@ plots.show(fig, alt="With a unit for each expert, each rank computes with rows o
 # - **`model.set_reduce_scatter_unused_params(True)`** after `fully_shard` (FSDP2, as of torch 2.13): a
 #   parameter without a gradient joins with zeros. Units of single experts stay wrong: their all-gathers are
 #   still mixed.
-# - **Call every expert**, also with no tokens: the gradient of zero rows is zero, not missing. This also
-#   mends units of single experts; you measure it in turn 1.
 # - **One parameter for all experts**, `f32[experts, in, out]`. Indexing one expert gives a gradient for the
-#   whole parameter. transformers 5 stores each projection of Mixtral, Qwen3-MoE and others in this way (as
-#   [experts, out, in]); in version 4 each of their experts was a module.
+#   whole parameter. For Mixtral, Qwen3-MoE and others transformers 5 keeps all experts' gate and up projections
+#   in one parameter, [experts, 2 x inner width, hidden], and the down projections in another; in version 4 each
+#   expert was a module.
+# - A third way also mends units of single experts; you find it in turn 1.
 #
-# The next cell measures the first and the last, without a router: rank `r` chooses expert `r` for all tokens.
+# The next cell measures the first two, without a router: rank `r` chooses expert `r` for all tokens. `errors`
+# (folded) compares outputs and gradients with those of one process.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+import logging
+
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # two gathers, not one
+
+
+def errors(out, right, model, alone):
+    largest = max(p.grad.norm() for p in alone.parameters() if p.grad is not None)
+    worst = [(out - right).norm() / right.norm()]
+    for mine, theirs in zip(model.parameters(), alone.parameters()):
+        wanted = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+        wanted = distribute_tensor(wanted, everyone, [Shard(0)]).to_local()
+        found = torch.zeros_like(wanted) if mine.grad is None else mine.grad.to_local()
+        worst.append((found - wanted).norm() / largest)
+    worst = torch.stack([worst[0], max(worst[1:])]).detach()
+    dist.all_reduce(worst, dist.ReduceOp.MAX)               # the same on all ranks
+    return worst.tolist()
+
 
 # %% tags=["ways"]
 # %%ranks
@@ -252,26 +274,6 @@ def compare(make, yours=None, each=False, unused=False, choose=lambda r: r):
     return errors(out, right.chunk(world)[rank], model, alone)
 
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-import logging
-
-logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # two gathers, not one
-
-
-def errors(out, right, model, alone):
-    largest = max(p.grad.norm() for p in alone.parameters() if p.grad is not None)
-    worst = [(out - right).norm() / right.norm()]
-    for mine, theirs in zip(model.parameters(), alone.parameters()):
-        wanted = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
-        wanted = distribute_tensor(wanted, everyone, [Shard(0)]).to_local()
-        found = torch.zeros_like(wanted) if mine.grad is None else mine.grad.to_local()
-        worst.append((found - wanted).norm() / largest)
-    worst = torch.stack([worst[0], max(worst[1:])]).detach()
-    dist.all_reduce(worst, dist.ReduceOp.MAX)               # the same on all ranks
-    return worst.tolist()
-
-
 ways = {
     "each expert a unit, unused ones left out": compare(Apart, each=True),
     "the block a unit, unused ones left out": compare(Apart),
@@ -291,9 +293,8 @@ Table(
 )
 
 # %% [markdown]
-# Prefer one parameter: nothing has to be remembered, and the next sections build on it. In all three ways an
-# expert that no rank uses has a gradient of zero, not None: AdamW still decays it, and moves it by its
-# momentum.
+# Prefer one parameter: nothing has to be remembered. In all three ways an expert that no rank uses has a
+# gradient of zero, not None: AdamW still decays it, and moves it by its momentum.
 #
 # ## More ranks than experts
 #
@@ -323,18 +324,15 @@ Table(["placement", "KiB that each rank holds", "KiB that a rank sends"], rows)
 
 # %% [markdown]
 # `Shard(1)` gives each rank the same share and halves what is sent, for one more copy at each collective.
-# `fsdp_utils.shard` takes the first dimension that divides evenly where rows would be padded by more than 5%.
 #
 # ## Send the tokens instead
 #
-# With the block as the unit, a rank holds *all* of its experts at once. (With units of single experts, all of
-# them called, it holds fewer at a time, but gathers as many bytes.) In **expert parallelism**
-# (EP) each rank keeps `experts / ep` of them, and the tokens travel: an all-to-all brings each row to the
-# rank that holds its expert, and another brings the result back. The rest of the model stays under FSDP on
-# all ranks. The mesh has two dimensions, as in lesson 16: "ep", along which experts are divided, and "fsdp",
-# along which each rank's experts are sharded as before. `distribute_tensor` divides the experts along "ep",
-# then `fully_shard(experts)` shards each rank's part along "fsdp", inside `fully_shard(layer)` on all ranks.
-# All of this is FSDP2.
+# With the block as the unit, a rank holds *all* of its experts at once. In **expert parallelism** (EP) each rank
+# keeps `experts / ep` of them, and the tokens travel: an all-to-all brings each row to the rank that holds its
+# expert, and another brings the result back. The rest of the model stays under FSDP on all ranks. The mesh has
+# two dimensions, as in lesson 16: "ep", along which experts are divided, and "fsdp", along which each rank's
+# experts are sharded as before. `distribute_tensor` divides the experts along "ep", then
+# `fully_shard(experts)` shards each rank's part along "fsdp", inside `fully_shard(layer)` on all ranks.
 
 # %% tags=["parallel"]
 # %%ranks
@@ -380,7 +378,7 @@ class MoE(nn.Module):
 def parallel(ep, divide=True, seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(MoE(), MoE())
-    mesh = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("fsdp", "ep"))
+    mesh = init_device_mesh(everyone.device_type, (world // ep, ep), mesh_dim_names=("fsdp", "ep"))
     for layer in model:
         if ep > 1:
             layer.ep, experts = mesh["ep"], layer.experts
@@ -395,9 +393,8 @@ def parallel(ep, divide=True, seed=0):
 
 # %% [markdown]
 # `F.grouped_mm` computes `rows[a:b] @ weight[e]` for all experts in one call; `ends` says where the rows of
-# each expert end. (On a GPU its documentation expects bfloat16.) `all_to_all_single` is differentiable (in
-# torch 2.13; a private module): its backward sends the gradients back. The next cell compares with one
-# process, and counts.
+# each expert end. (On a GPU its documentation expects bfloat16.) The backward of `all_to_all_single` sends the
+# gradients back. The next cell compares with one process, and counts.
 
 # %% tags=["sizes"]
 # %%ranks
@@ -441,7 +438,11 @@ Table(HEAD, rows, note="The gradients of experts, as multiples of those in one p
 # gradient is a sum over their losses. FSDP takes the mean over the mesh that it was given, "fsdp", which has
 # only `world / ep` ranks. The factor is the number of all ranks, whatever EP is. On gloo it also needs
 # `set_force_sum_reduction_for_comms(True)`, except where "fsdp" has one rank: there torch 2.13 would divide
-# twice. AdamW's steps hide a constant factor; the norm by which you clip does not.
+# twice (and does if gradients are reduced in float16). AdamW's steps hide a constant factor; the norm by which
+# you clip does not.
+#
+# To train, take code that others maintain: [torchtitan](https://github.com/pytorch/torchtitan) has FSDP2 with
+# expert parallelism, and so has transformers, with `DistributedConfig(fsdp_size=…, ep_size=…)`.
 #
 # Does EP always send less? A sweep over tokens, counted as if the rows spread evenly over the ranks:
 
@@ -472,9 +473,8 @@ plots.show(fig, alt="What a rank sends against tokens: flat under FSDP alone, gr
 
 # %% [markdown]
 # FSDP alone sends the same at any batch, EP in proportion to the tokens. The lines cross at about 2,000
-# tokens per rank. **Calculated**, in one dtype: FSDP sends each weight three times (twice if it stays
-# gathered until backward), and EP each row four times (six with activation checkpointing). At any EP size,
-# both send the same at
+# tokens per rank. **Calculated**, in one dtype: FSDP sends each weight three times, and EP each row four times.
+# At any EP size, both send the same at
 #
 # > tokens per rank = 3 x matrices x experts x inner width / (4 x experts per token)
 #
@@ -485,10 +485,8 @@ plots.show(fig, alt="What a rank sends against tokens: flat under FSDP alone, gr
 #
 # ## Balance
 #
-# A rank with popular experts gets more rows, and the other ranks wait for it. Many programs give each expert
-# a fixed **capacity**: what exceeds it is dropped (these tokens skip the layer), and what is missing is
-# padded. The next cell routes skewed tokens and counts both over a sweep of capacities, each for the tokens
-# of all ranks together. Then it balances by a bias, [without a loss of its
+# A rank with popular experts gets more rows, and the other ranks wait for it. Some programs drop the tokens
+# that exceed an expert's fixed **capacity**. The next cell balances by a bias instead, [without a loss of its
 # own](https://arxiv.org/abs/2408.15664): after each step the bias of an expert with many tokens goes down. It
 # takes part in the choice alone, not in the weight.
 
@@ -517,53 +515,30 @@ def balanced(of_all_ranks, steps=60):
     return bias, busiest
 
 
-def dropped_and_empty(bias, capacity):                      # % of the tokens, % of the places
-    total, places = counts(bias)[0], capacity * world * 4096 / EXPERTS
-    over, under = (total - places).clamp(min=0).sum(), (places - total).clamp(min=0).sum()
-    return 100 * over.item() / total.sum().item(), 100 * under.item() / (places * EXPERTS)
-
-
 (bias, busiest), (own_bias, own_busiest) = balanced(True), balanced(False)
-capacities = [1, 1.25, 1.5, 2, 2.5, 3]
-skewed, even = ([dropped_and_empty(b, c) for c in capacities] for b in (torch.zeros(EXPERTS), bias))
 biases = [torch.empty(EXPERTS) for _ in range(world)]
 dist.all_gather(biases, own_bias)
 chosen = [(scores + b).argmax(-1) for b in biases]
 other = 100 * (chosen[-1] != chosen[0]).float().mean().item()
 
 # %% jupyter={"source_hidden": true}
-busiest, own_busiest, skewed, even, capacities, other = ranks.get(
-    "(busiest, own_busiest, skewed, even, capacities, other)"
-)[0]
-fig, (left, right) = plots.figure(2, width=9.2, height=2.9)
-left.plot(busiest, color=plots.RANK_COLORS[2], label="bias from the counts of all ranks")
-left.plot(own_busiest, color=plots.RANK_COLORS[5], label="bias from each rank's own counts")
-left.axhline(1, color=plots.INK, linestyle=":", linewidth=1)
-left.set(xlabel="step", ylabel="tokens of the busiest expert / mean", ylim=(0.9, None))
-left.legend()
-for color, name, found in ((plots.RANK_COLORS[5], "skewed", skewed), (plots.RANK_COLORS[2], "balanced", even)):
-    for line, what, values in zip(("-", "--"), ("dropped", "empty"), zip(*found)):
-        right.plot(capacities, values, line, marker="o", color=color, label=f"{name}: {what}")
-right.set(xlabel="capacity, in mean tokens of an expert", ylabel="%")
-right.legend(fontsize=7, handlelength=5)
+busiest, own_busiest, other = ranks.get("(busiest, own_busiest, other)")[0]
+fig, (axes,) = plots.figure(width=6.4, height=2.9)
+axes.plot(busiest, color=plots.RANK_COLORS[2], label="bias from the counts of all ranks")
+axes.plot(own_busiest, color=plots.RANK_COLORS[5], label="bias from each rank's own counts")
+axes.axhline(1, color=plots.INK, linestyle=":", linewidth=1)
+axes.set(xlabel="step", ylabel="tokens of the busiest expert / mean", ylim=(0.9, None))
+axes.legend()
 assert busiest[-1] < 1.2 < 1.3 < busiest[0]
-assert even[0][0] < 5 < skewed[0][0]
 assert other > 5
-if len(seen) == 4:                                          # with other ranks, other tokens
-    assert skewed[3][0] == even[1][0] == 0 < skewed[2][0]
-    assert [round(found[0][0]) for found in (skewed, even)] == [11, 1]
 print(f"By own counts, the first and the last rank's bias choose other experts for {other:.0f}% of the first's tokens.")
-plots.show(fig, alt="The busiest expert's tokens over steps, and dropped tokens and empty places against capacity.")
+plots.show(fig, alt="The busiest expert's tokens over the steps, with a bias from all counts and from own counts.")
 
 # %% [markdown]
-# Without the bias, capacity 1 drops 11% of the tokens, and only at 2, with half of the places empty, is none
-# dropped. With it, capacity 1 drops 1% and 1.25 none. (The bias balances the sum over the ranks and not each
-# rank.)
-#
 # The bias is a **buffer**, and FSDP does not synchronise buffers. Computed from each rank's own counts, it
-# balances as well in the end (left), but differs between ranks: the same token then goes to one expert on
-# rank 0 and to another on rank 1, and `save_distributed` refuses to save it. So sum the counts over all
-# ranks, as in `counts`.
+# balances as well in the end, but differs between ranks: the same token then goes to one expert on rank 0 and
+# to another on rank 1, and `save_distributed` refuses to save it. So sum the counts over all ranks, as in
+# `counts`.
 #
 # ## Checkpoint with another EP size
 #
@@ -638,7 +613,7 @@ from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
 @turn(1, {
     "error of the output, %": at_most(
         0.1, "The output is not that of each token's expert. Where the ranks don't call the same experts in the same "
-        "order, a rank computes with rows of another expert."
+        "order, a rank computes with rows of another expert. A dummy row must add zero."
     ),
     "error of the gradients, %": at_most(
         0.1, "The output is right and the gradients are not: an expert whose result is not in the output gets no "
@@ -657,6 +632,8 @@ def score_experts(my_experts):
             out = my_experts(x.clone(), chosen, self.experts)
             if not isinstance(out, torch.Tensor) or out.shape != x.shape:
                 raise NotYet("Return a tensor f32[tokens, 48].")
+            if not out.requires_grad:
+                raise NotYet("The output needs gradients: compute it without `detach()` or `no_grad()`.")
             for hook in counted:
                 hook.remove()
             return out
@@ -718,6 +695,18 @@ def my_experts(x, chosen, experts):             # unused ones left out
         out[chosen == e] = experts[e](x[chosen == e])
     return out
 
+# %% tags=["wrong"] turn=1 says="A dummy row must add zero"
+def my_experts(x, chosen, experts):             # a dummy row, not times zero
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(experts):
+        at = (chosen == e).nonzero().flatten()
+        out = out.index_add(0, at, expert(x[at])) if len(at) else out + expert(x[:1])
+    return out
+
+# %% tags=["wrong"] turn=1 says="without `detach()`"
+def my_experts(x, chosen, experts):
+    return sum((chosen == e)[:, None] * expert(x) for e, expert in enumerate(experts)).detach()
+
 # %% tags=["wrong"] turn=1 says="not in the output"
 def my_experts(x, chosen, experts):             # a dummy whose result is thrown away
     out = torch.zeros_like(x)
@@ -738,8 +727,13 @@ def my_experts(x, chosen, experts):             # every expert computes everythi
 # issue](https://github.com/pytorch/pytorch/issues/180346)), because the router's gradients are on `everyone`
 # and those of the experts on ("fsdp", "ep"). Write `my_norm(gradients)`: it gets the list of all gradients,
 # DTensors on two meshes, and returns their 2-norm, the same number on every rank. Don't gather the
-# gradients: bytes are counted. With this norm, `torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)`
-# clips the parameters of one mesh at a time.
+# gradients: bytes are counted. With this norm you clip the parameters of one mesh at a time:
+#
+# ```python
+# for mesh in {p.device_mesh for p in model.parameters()}:
+#     own = [p for p in model.parameters() if p.device_mesh == mesh]
+#     torch.nn.utils.clip_grads_with_norm_(own, max_norm=1.0, total_norm=norm)
+# ```
 #
 # <details><summary>Hint</summary>
 #
@@ -756,7 +750,7 @@ from fsdp_utils.collectives.c10d_hooks import listen_to_calls
 @turn(2, {
     "ranks with another norm than rank 0": exactly(0, "The ranks differ: each has the norm of its own shards only."),
     "norm, times the right one": exactly(
-        1.0, less="Too small: the gradients of one mesh, or some shards, are left out.",
+        1.0, less="Too small: the gradients of one mesh, or some shards, are left out, or it is divided by the ranks.",
         more="Too large: a norm is a root of a sum of squares, so add the squares and not the norms; and count "
         "each shard once."
     ),
@@ -836,6 +830,12 @@ def my_norm(gradients):                         # the first mesh alone
     first = [gradient for gradient in gradients if gradient.device_mesh == gradients[0].device_mesh]
     return torch.nn.utils.get_total_norm(first).full_tensor()
 
+# %% tags=["wrong"] turn=2 says="divided by the ranks"
+def my_norm(gradients):                         # the mean over the ranks
+    total = torch.stack([gradient.to_local().square().sum() for gradient in gradients]).sum()
+    dist.all_reduce(total)
+    return (total / world).sqrt()
+
 # %% tags=["wrong"] turn=2 says="Gradients are gathered"
 def my_norm(gradients):
     return torch.stack([gradient.full_tensor().norm() for gradient in gradients]).norm()
@@ -845,12 +845,11 @@ def my_norm(gradients):
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | no error, and outputs or gradients that differ from one process | experts that are left out on some ranks: weights or gradients of different experts are mixed | one 3-D parameter, or `set_reduce_scatter_unused_params(True)`; the block is the unit |
-# | it hangs, or `Received data size doesn't match expected size`, after some steps | the same, with different numbers of experts | the same |
+# | no error, and outputs or gradients that differ from one process; with different numbers of experts it hangs, or `Received data size doesn't match expected size`, after some steps | experts that are left out on some ranks: weights or gradients of different experts are mixed | one 3-D parameter, or `set_reduce_scatter_unused_params(True)`; the block is the unit |
 # | `All operands in aten.stack.default must have the same mesh`, in `clip_grad_norm_` | parameters on two meshes | a norm for each mesh, as in turn 2 |
 # | expert gradients EP times too large | FSDP's mean is over "fsdp" alone | `set_gradient_divide_factor(world)` |
 # | `Cannot use ReduceOp.PREMUL_SUM with Gloo` | that factor, on gloo | `set_force_sum_reduction_for_comms(True)` |
-# | expert gradients `world` times too small, EP = all ranks | both calls: torch 2.13 divides twice where the mesh "fsdp" has one rank | only the first call there |
+# | expert gradients `world` times too small, EP = all ranks | both calls: torch 2.13 divides twice where the mesh "fsdp" has one rank | only the first call there, and no reduction in float16 |
 # | `FSDP does not support uneven sharding on dim 1` | the size of dimension 1 is not a multiple of the number of ranks | another dimension |
 
 # %% [markdown]
