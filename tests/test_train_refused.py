@@ -70,6 +70,7 @@ def test_the_command_line_overrules_yaml_and_the_ends_of_each_range_are_in_it(tm
         ({"config": "/nowhere"}, "model.config '/nowhere': expected a config.json"),
         ({"config": {"architectures": ["Nothing"]}}, "architectures name a model.*no attribute Nothing"),
         ({"source": "without_model", "config": {"vocab_size": 15}}, "with vocab_size of 15, .* needs 16"),
+        ({"source": "single_tokens"}, "expected samples of at least 2 tokens, .* found 1"),
     ],
 )
 def test_settings_from_python_data_and_models_are_checked(

@@ -112,6 +112,12 @@ def without_model() -> SimpleNamespace:
     return SimpleNamespace(train=rows, test=rows[:3], predicts_next=True)
 
 
+def single_tokens() -> SimpleNamespace:
+    """A decoder has nothing to predict."""
+    tokens = torch.ones(8, 1, dtype=torch.int64)
+    return SimpleNamespace(train={"input_ids": tokens, "labels": tokens}, test={}, predicts_next=True)
+
+
 # ---- other models ----------------------------------------------------------------------------------
 
 

@@ -60,6 +60,8 @@ def load_data(config: DataConfig) -> Data:
         raise ConfigError(
             f"{where} at least data.batch_size ({config.batch_size}) samples to train on, found {len(train)}"
         )
+    if predicts_next and len(train[0]["labels"]) < 2:
+        raise ConfigError(f"{where} samples of at least 2 tokens, of which each predicts the next, found 1")
     return Data(train, test, predicts_next, build, _fingerprint(train))
 
 
