@@ -228,7 +228,7 @@ Table(["model", "micro-batches", "Trainer's loss / mean over all labels", "with 
 #
 # ## With equal settings, equal losses
 #
-# The three fine-tune a small Llama that can write dates in digits (`7 march 1998>1998-03-07`). A folded cell makes it,
+# The three fine-tune a small Llama that has begun to learn dates in digits (`7 march 1998>1998-03-07`). A folded cell makes it,
 # as the folder `base`. The new task is the way back, `1998-03-07>7 march 1998`, whose answers differ in length.
 
 # %%
@@ -269,7 +269,7 @@ def lora_task():
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-BATCH, STEPS, LR, BETAS, CLIP, SEED = 24, 10, 3e-3, (0.9, 0.95), 1.0, 162
+BATCH, STEPS, LR, BETAS, CLIP, SEED = 24, 10, 3e-3, (0.9, 0.95), 1.0, 23108
 if rank == 0:
     save_base("base")
 dist.barrier()                                  # the others wait for the folder
@@ -278,7 +278,7 @@ import finetune
 
 data = finetune.full_task().train
 program_log = Path("program.log").open("a")     # noqa: SIM115  what fsdp_utils.train would print
-order = rows_at(0, BATCH * 16, len(data["labels"]), SEED)     # i64[384]; in step 1 any mean of means is 0.2% off or more
+order = rows_at(0, BATCH * 16, len(data["labels"]), SEED)     # i64[384]; in step 1 any mean of means is 0.07% off or more
 rows = [{name: tensor[row] for name, tensor in data.items()} for row in order.tolist()]
 
 def share(step, parts=1):
@@ -327,7 +327,7 @@ def by_hand(model, steps=STEPS, policy=None):
 #
 # ```bash
 # torchrun --nproc-per-node 4 -m fsdp_utils.train --out runs/lora --data.source finetune:lora_task \
-#     --optim.lr 0.003 --optim.decay none --optim.weight_decay 0 --steps 10 --seed 162
+#     --optim.lr 0.003 --optim.decay none --optim.weight_decay 0 --steps 10 --seed 23108
 # ```
 #
 # **Way 3, `Trainer`**, needs the most arguments to do the same:
@@ -662,7 +662,7 @@ def score_accumulate(accumulate):
             optimizer.zero_grad()
             dist.all_reduce(loss)
             curve.append((loss.item(), norm))
-    of_loss, of_norm = (round(mine / trainers_own, 3) for mine, trainers_own in zip(curve[0], trainers[0]))
+    of_loss, of_norm = (round(mine / trainers_own, 4) for mine, trainers_own in zip(curve[0], trainers[0]))
     same = all(abs(a[0] - b[0]) < 1e-3 for a, b in zip(curve[1:], trainers[1:]))
     of_norm, same = (of_norm, same) if of_loss == 1 else (None, None)       # they would differ for the same reason
     return dict(zip(ACCUMULATED, [of_loss, of_norm, same, max(most), probe.sent("reduce_scatter") / 2**10]))
