@@ -53,7 +53,8 @@ Runs = Callable[[str, str], dict[str, Any]]
 @pytest.fixture(scope="module")
 def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """`result(name, fault)`: of a script. Those that are asked for are begun, a few at once."""
-    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    items = [item for item in request.session.items if item.path == request.path]
+    asked = [item.callspec.params for item in items if hasattr(item, "callspec")]
     folder = tmp_path_factory.mktemp("scripts")
     with ThreadPoolExecutor(AT_ONCE) as pool:
 
