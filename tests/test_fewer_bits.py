@@ -99,6 +99,26 @@ def test_float8_pads_and_int8_cannot() -> None:
             uneven(torch.ones(1, 64))
 
 
+@on_ranks(4)
+def test_hooks_refuse_a_reshard_to_some_of_the_ranks() -> None:
+    module, x = lesson(), torch.ones(1, 64)
+    messages = {
+        module.Int8: "Expected 1 all_gather_output, got 2",
+        module.Float8: "only Tensors of floating point dtype can require gradients",
+    }
+    for kind, message in messages.items():
+        for shards, raises in ((True, False), (2, True)):
+            layer = nn.Linear(64, 64, bias=False, device="meta")
+            layer.weight = nn.Parameter(kind(torch.randn(64, 64)))
+            model = nn.Sequential(fully_shard(layer, reshard_after_forward=shards))
+            fully_shard(model)  # so that the layer is not the root, which is not resharded after forward
+            if raises:
+                with pytest.raises((AssertionError, RuntimeError), match=message):
+                    model(x)
+            else:
+                model(x).sum().backward()
+
+
 @on_ranks()
 def test_float8_shards_are_saved_in_float32_and_dcp_load_wants_to_know_the_class(tmp_path: Path) -> None:
     module, weight = lesson(), torch.randn(64, 64, generator=torch.Generator().manual_seed(0))

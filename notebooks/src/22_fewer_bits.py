@@ -2,8 +2,8 @@
 # # 22 · Fewer bits
 #
 # Which bytes of a sharded model can be 8 or 4 bits? **Store frozen weights in 4 bits: since torch 2.12 FSDP2
-# shards and gathers plain `uint8` parameters. Keep the shards of trained weights in float32. If the GPU waits
-# for all-gathers, try sending trained weights in 8 bits, and time a step with and without.**
+# shards and gathers plain `uint8` parameters. Keep the shards of trained weights in float32. If the GPU waits for
+# communication, first reduce gradients in bf16, then try all-gathers in 8 bits, and time a step with each.**
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -38,11 +38,11 @@ plots.show(fig, alt="Trained: 4 bytes are encoded to 1, gathered, decoded to 2. 
 # |:--|:--|:--|
 # | frozen, beside trained adapters (QLoRA) | store 4 bits, with a scale for each 64 weights | a rounding error of 11%; decoded in forward and, under activation checkpointing, in backward |
 # | trained, all-gathers hidden behind computation | gather in bf16 | a rounding error of 0.2% |
-# | trained, the GPU waits for all-gathers | send int8, with a scale for each 64 weights (only matrices: rows a multiple of the ranks, columns of 64) | a rounding error of 0.6%; coded and decoded for each gather; 3 bytes instead of 2 for a gathered weight |
-# | trained, with matrix products in float8 | send float8, with one scale for all ranks | a rounding error of 2.7%; an all-reduce for each gather, or one a step (turn 2) |
+# | trained, the GPU waits for all-gathers | send int8, with a scale for each 64 weights (leave biases and norms) | a rounding error of 0.6%; coded and decoded for each gather |
+# | trained, with matrix products in float8 | send float8, with one scale for all ranks | a rounding error of 2.7%; an all-reduce of scales |
 #
 # The rounding error is the norm of the errors over the norm of the weights, measured below for normally
-# distributed weights. In bf16 it is 0.2%.
+# distributed weights.
 
 # %% tags=["card"]
 lesson.card(
@@ -50,7 +50,7 @@ lesson.card(
     learn="keep frozen weights in 4 bits, gather trained weights in 8, and see what either costs in error",
     needs="[lesson 4](04_backward_prefetch.ipynb), [lesson 7](07_mixed_precision.ipynb), "
     "[lesson 9](09_child_tuning.ipynb)",
-    minutes=(1, 23, 20),
+    minutes=(1, 35, 17),
 )
 
 # %% [markdown]
@@ -127,28 +127,27 @@ lesson.card(
 # ```
 #
 # **Held**: a quarter of the 65,536 frozen weights, 32 KiB in bf16; in 4 bits 8 KiB, and 0.1 of scales.
-# **Gathered**: four times that, and the adapter, 4 KiB in bf16; once a step, as the only unit is the root, which
-# is not resharded after forward (a block would be gathered twice). **Loss**: in 4 bits 0.017 remains, the frozen
+# **Gathered**: four times that, and the adapter, 4 KiB in bf16; once a step, as the root is not resharded after
+# forward (a block would be gathered twice). **Loss**: in 4 bits 0.017 remains, the frozen
 # weight's rounding error, which an adapter of rank 4 cannot undo. For large models,
 # [QLoRA](https://arxiv.org/abs/2305.14314) reports the quality of 16 bits with NF4, whose levels are denser
 # around 0, and a higher perplexity with even steps.
 #
-# Two parts to add, left out to keep the script short: a scale for each 64 weights (turn 1), and
+# To add for a large model: a scale for each 64 weights (turn 1), and
 # `fully_shard(checkpoint_wrapper(block))` for each block ([lesson 2](02_activation_checkpointing.ipynb)).
-# **Without checkpointing each rank keeps the whole frozen model in bf16**: where a layer's input has a gradient,
-# autograd keeps the decoded weight of `x @ weight.T` until backward, 128 KiB for such a layer beside a shard of
-# 8.1 KiB. A weight stored in bf16 does not do so: `reshard` frees the storage that autograd refers to. (In the
-# script `x` has no gradient, so nothing is kept.)
+# In the script `x` has no gradient, so nothing is kept for backward. In a model, **without checkpointing each rank
+# keeps in bf16 all frozen layers behind the first adapter**: where a layer's input has a gradient, autograd keeps the
+# decoded weight of `x @ weight.T` until backward, 128 KiB for such a layer beside a shard of 8.1 KiB. A weight
+# stored in bf16 does not do so: `reshard` frees the storage that autograd refers to.
 #
 # ## Which storage FSDP shards
 #
-# FSDP2 shards each parameter by itself. Since torch 2.12 (read in its source; run here: 2.13) `uint8` may
-# stand beside a float32 adapter, and a policy casts only floating-point parameters. torch 2.11 raises in
-# `fully_shard`: `only Tensors of floating point dtype can require gradients` ([issue
-# 177844](https://github.com/pytorch/pytorch/issues/177844)). FSDP1 lays all parameters of a unit end to end,
-# so they need one floating-point dtype. Hence bitsandbytes'
-# [`bnb_4bit_quant_storage=torch.bfloat16`](https://huggingface.co/docs/bitsandbytes/main/en/fsdp_qlora): the
-# same bytes, read as bf16. `sharded4` (folded) compares an output with the unsharded layer's.
+# FSDP2 shards each parameter by itself. Since torch 2.12 (read in its source; run here: 2.13) `uint8` may stand beside
+# a float32 adapter, and a policy casts only floating-point parameters. torch 2.11 raises in `fully_shard` ([issue
+# 177844](https://github.com/pytorch/pytorch/issues/177844)). FSDP1 lays all parameters of a unit end to end, so they
+# need one floating-point dtype. Hence bitsandbytes'
+# [`bnb_4bit_quant_storage=torch.bfloat16`](https://huggingface.co/docs/bitsandbytes/main/en/fsdp_qlora): the same
+# bytes, read as bf16. `sharded4` (folded) compares an output with the unsharded layer's.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons.tables import Table
@@ -234,21 +233,15 @@ Table(["", "codes stored as", "adapter", "param_dtype", "what happens"], rows)
 
 # %% [markdown]
 # The last row fails **silently**: codes stored as bf16 are cast to fp16 *as numbers*. Where codes have a
-# floating-point dtype, make `param_dtype` the same.
-#
-# **This holds for plain parameters.** Shards of bitsandbytes' `Params4bit` under FSDP2 lose the attribute
-# with their scales: a loss of 0 and gradients of NaN with `uint8` ([accelerate issue
-# 3983](https://github.com/huggingface/accelerate/issues/3983)). With bf16 storage a user reports wrong
-# outputs and blames FSDP2 for changing codes that are NaN as bf16 ([bitsandbytes issue
-# 1945](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1945), open); on gloo all 65,536 bf16
-# patterns pass a gather unchanged.
+# floating-point dtype, make `param_dtype` the same. **This holds for plain parameters**; bitsandbytes' `Params4bit`
+# loses its scales (last table).
 #
 # ## How many weights share a scale
 #
-# A large weight makes its scale large, and all weights that share the scale are rounded more coarsely.
-# `rounded` divides a matrix into **blocks**, each with a scale, and rounds. The float8 here, e4m3, has 1 sign
-# bit, 4 bits of exponent and 3 of mantissa. The folded cell puts large weights at random places among
-# normally distributed ones, and sweeps their size; the error is that of all *other* weights.
+# A large weight makes its scale large, and all weights that share the scale are rounded more coarsely. `rounded`
+# divides a matrix into **blocks**, each with a scale, and rounds. The float8 here, e4m3, has 4 bits of exponent and 3
+# of mantissa. The folded cell puts large weights among normally distributed ones, and sweeps their size; the error is
+# that of all *other* weights.
 
 # %%
 import torch
@@ -280,7 +273,7 @@ sweeps = []
 for axes, (count, title) in zip(panels, [(1, "one large weight"), (66, "one in a thousand")]):
     sweep = {(kind, block): [error(s, kind, block, count) for s in sizes] for kind in kinds for block in (64, whole)}
     sweeps.append(sweep)
-    for (kind, block), found in sweep.items():
+    for (kind, block), found in list(sweep.items())[1:]:            # float8 in blocks is like float8 with one scale
         style = {"color": plots.RANK_COLORS[kinds.index(kind)], "linestyle": "-" if block == 64 else "--"}
         label = f"{kind}, {'blocks of 64' if block == 64 else 'one scale'}"
         axes.loglog(sizes, found, marker="o", markersize=3, label=label, **style)
@@ -297,28 +290,27 @@ assert [round(many["int8", 64][i], 1) for i in (1, 3, 4)] == [0.8, 2.3, 4.5]    
 assert all(10.5 < found < 11.5 for found in one["int4", 64])
 assert [round(many["int4", 64][i]) for i in (1, 4)] == [15, 27]
 assert (round(one["int8", whole][4]), round(one["int4", whole][0])) == (18, 21)
-plots.show(fig, alt="Rounding error over the size of large weights: float8, int8, int4, with and without blocks.")
+plots.show(fig, alt="Rounding error over the size of large weights: float8 with one scale, int8 and int4 with and without blocks.")
 
 # %% [markdown]
-# - **Four bits need blocks.** With one scale the error is 21% at the first point; in blocks of 64 it is 11% over
-#   the matrix, as one large weight spoils only one block of 1,024. There, beside a weight of 40 standard
-#   deviations, almost all of the other 63 become 0. With one in a thousand the error is 15% at ten standard
-#   deviations, and 27% at eighty. A bf16 scale for each 64 weights costs a quarter of a bit.
-# - **Int8 in blocks has the smallest error over the matrix**, up to 320 standard deviations with one large
-#   weight, and up to 40 with one in a thousand. With one scale it is 18% at eighty.
+# - **Four bits need blocks.** With one scale the error is 21% at the first point; in blocks of 64 it is 11%, as one
+#   large weight spoils only one block of 1,024. With one in a thousand the error is 15% at ten standard deviations,
+#   and 27% at eighty. A bf16 scale for each 64 weights costs a quarter of a bit.
+# - **Int8 in blocks has the smallest error**, up to 320 standard deviations with one large weight, and up to 40 with
+#   one in a thousand. With one scale it is 18% at eighty.
 # - **Float8 gets by with one scale**: each number has its own exponent. The error stays at 2.5 to 2.7%.
 #
-# Measure how many of your weights are large: `(w.abs() > 15 * w.abs().median()).float().mean()` counts those
-# above ten standard deviations of the others. If it is near 0.001, compare 4 bits with 16 on your loss first.
+# `(w.abs() > 15 * w.abs().median()).float().mean()` is the share of weights above ten standard deviations of the
+# others. If it is near 0.001, compare 4 bits with 16 on your loss first.
 #
 # ## Your turn 1 · Pack four bits in blocks
 #
-# Write `pack(weight)`, from `f32[256, 256]` to two tensors, the codes and their scales, and `unpack(codes,
-# scales)`, back to `[256, 256]`. Four weights of the matrix are 40; the others have a standard deviation of
-# 1. Use at most 4.5 bits for each weight, scales included. The error of the others may be at most 14%; with
-# the script's `pack`, a scale for each row of 256, it is 18%, and blocks of 128 are not enough. Both tensors
-# become frozen parameters under `fully_shard` with `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, and
-# `unpack` gets what it gathers. Hint: `weight.view(256, 4, 64)` has blocks of 64 in its last dimension.
+# Write `pack(weight)`, from `f32[256, 256]` to two tensors, the codes and their scales, and `unpack(codes, scales)`,
+# back to `[256, 256]`. Four weights are 40; the others have a standard deviation of 1. Use at most 4.5 bits for each
+# weight, scales included. The error of the others may be at most 14%; with the script's scale for each row of 256 it
+# is 18%. Both tensors become frozen parameters under `fully_shard` with
+# `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, and `unpack` gets what it gathers. Hint:
+# `weight.view(256, 4, 64)` has blocks of 64 in its last dimension.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -333,7 +325,7 @@ def distance(w, exact):
 
 @turn(1, {
     "bits for each weight": at_most(4.5, "Too many bits: two codes share a byte, and 64 weights a scale."),
-    "has negative weights": exactly(True, "Negative weights are lost: shift the codes, such as by 8."),
+    "has negative weights": exactly(True, "Negative weights are lost: add 8 to the codes in `pack`; in `unpack` make them floats, then subtract it."),
     "error without large weights, %": at_most(18, "`unpack` does not give back what `pack` got: look at rounding, shift, and the order of the two codes in a byte."),
     "error beside large weights, %": at_most(14, "One large weight spoils too many others: use smaller blocks, each with a scale."),
     "change under FSDP2, %": at_most(1, CAST),
@@ -344,7 +336,7 @@ def score_pack(pack, unpack):
     with_large[[3, 70, 130, 200], [5, 90, 140, 210]] = 40       # each in a row and a column of its own
     ordinary = with_large < 40
     packed = pack(with_large.clone())
-    if not isinstance(packed, tuple) or [isinstance(part, torch.Tensor) for part in packed] != [True, True]:
+    if not isinstance(packed, tuple | list) or [isinstance(part, torch.Tensor) for part in packed] != [True, True]:
         raise NotYet("`pack` has to return two tensors, the codes and their scales.")
     codes, scales = packed
     plain, again = unpack(codes, scales), unpack(*pack(w.clone()))
@@ -411,7 +403,7 @@ def pack(weight):                                               # blocks of 32, 
     blocks = weight.reshape(-1, 32)
     scales = (blocks.abs().amax(1) / 7).bfloat16()
     codes = (blocks / scales.float()[:, None]).round().clamp(-8, 7).add(8).to(torch.uint8).flatten()
-    return (codes[0::2] << 4) + codes[1::2], scales
+    return [(codes[0::2] << 4) + codes[1::2], scales]
 def unpack(codes, scales):
     both = torch.stack([codes >> 4, codes & 15], 1).reshape(-1, 32)
     return ((both.to(torch.float32) - 8) * scales.float()[:, None]).reshape(256, 256)
@@ -455,6 +447,15 @@ def pack(weight):
 def unpack(codes, scales):
     return (torch.stack([codes & 15, codes >> 4], -1).view(256, 4, 64) * scales.float()).view(256, 256)
 
+# %% tags=["wrong"] turn=1 says="make them floats, then subtract"
+def pack(weight):                                               # uint8 - 8 wraps
+    blocks = weight.view(256, 4, 64)
+    scales = blocks.abs().amax(2, keepdim=True) / 7
+    codes = ((blocks / scales).round() + 8).to(torch.uint8).view(256, 256)
+    return codes[:, ::2] | codes[:, 1::2] << 4, scales.bfloat16()
+def unpack(codes, scales):
+    return ((torch.stack([codes & 15, codes >> 4], -1).view(256, 4, 64) - 8) * scales.float()).view(256, 256)
+
 # %% tags=["wrong"] turn=1 says="does not give back what `pack` got"
 def pack(weight):                                               # cut off instead of rounded
     blocks = weight.view(256, 4, 64)
@@ -484,11 +485,10 @@ def unpack(codes, scales):
 #
 # ### When it pays
 #
-# Only where the GPU waits for all-gathers: slow links, small batches. An 8-bit gather sends 1 byte less for
-# each weight, and decodes on the stream that computes. In forward the next unit's all-gather runs meanwhile;
-# in backward it waits for the decode. The next cell **calculates** what is left of the gain on an H100 for a
-# gather that overlaps with nothing, such as the first one of a step. `decoding` is the memory traffic for each weight,
-# counted from the operations of the classes below.
+# Only where the GPU waits for all-gathers: slow links, small batches. An 8-bit gather sends 1 byte less for each
+# weight, and decodes on the stream that computes. The next cell **calculates** what is left of the gain on an H100 for
+# a gather that overlaps with nothing, such as the first one of a step. `decoding` is the memory traffic for each
+# weight, counted from the operations of the classes below.
 
 # %%
 links = [12.5, 25, 50, 100, 200, 450]                           # GB/s for each GPU; 450 is NVLink's
@@ -502,31 +502,28 @@ Table(
 
 # %% [markdown]
 # `Float8` breaks even at 3350 / 23 = 146 GB/s, `Int8` at 223: **where nothing overlaps with a gather, both gain
-# between hosts (50 GB/s), and both lose within an NVLink host unless their decoding is compiled.** Where computation
-# hides most of the bf16 gather, decoding costs more than the wire saves between hosts, too. Coding the shard,
-# all-reduces of scales and FSDP2's own copies (2 bytes less per weight) are not counted.
-# [QSDP](https://arxiv.org/abs/2302.02390) quantized weights and gradients of GPT models of up to 1.3 billion
-# parameters on several hosts: the same accuracy, up to 2.2 times as fast. A user with 64 GPUs saw no clear gain from
-# gathers ([issue 653](https://github.com/pytorch/torchtitan/issues/653)).
+# between hosts (50 GB/s), and both lose within an NVLink host unless `torch.compile` makes one kernel of the decoding
+# (not tried here).** Where computation hides most of the bf16 gather, decoding costs more than the wire saves between
+# hosts, too. Coding the shard, all-reduces of scales and FSDP2's own copies are not counted.
 #
-# Most of float8's gain is in products, "typically 80%" ([issue
-# 687](https://github.com/pytorch/torchtitan/issues/687)): torchao's read the gathered codes, where this
-# lesson's `Float8` decodes. Where input and weight are both cast for the product (no float8
-# gather), a forward product of 8,192 by 8,192 weights ran 0.71, 0.98 and 1.53 times as fast as in bf16, for
-# 1,024, 4,096 and 16,384 tokens (one H200, compiled, torch 2.11, one run). A float8 gather saves the weight's
-# cast.
+# Of the gain of float8 products and float8 gathers together, the products bring "typically 80%", says a torchtitan
+# developer ([issue 687](https://github.com/pytorch/torchtitan/issues/687)): torchao's products read the gathered
+# codes, where this lesson's `Float8` decodes. Without a float8 gather, with input and weight both cast, a forward
+# product of 8,192 by 8,192 weights ran 0.71, 0.98 and 1.53 times as fast as in bf16, for 1,024, 4,096 and 16,384
+# tokens (one H200, compiled, torch 2.11, one run).
 #
 # ### Two hooks of a weight
 #
-# In each gather FSDP2 (not FSDP1) calls two methods of a weight, its **hooks**: `fsdp_pre_all_gather` on the
-# shard returns the tensors to send, and anything that the second hook needs (here a scale, or None);
-# `fsdp_post_all_gather` makes the weight from both, in the policy's `param_dtype`.
-# `reshard` frees the gathered tensors, and what the second hook names in a tuple.
+# For float8 in your own code take torchao ("In a real model", below); these classes show what such hooks do. In each
+# gather FSDP2 (not FSDP1) calls two methods of a weight, its **hooks**: `fsdp_pre_all_gather` on the shard returns
+# the tensors to send, and anything that the second hook needs (here a scale, or None); `fsdp_post_all_gather` makes
+# the weight from both, in the policy's `param_dtype`. `reshard` frees the gathered tensors, and what the second hook
+# names in a tuple.
 #
 # `Hooked` (folded) is a subclass of `torch.Tensor` around a float32 tensor, `inner`. It runs PyTorch's
 # operations on `inner`; the results of those in `KEEP` become `Hooked` again. `fully_shard` makes the shard with
 # `new_zeros` and `slice`: without them in `KEEP` the shard is a plain tensor, and FSDP2 gathers it in
-# `param_dtype`, 2 bytes per weight, with no error. Without `detach` `nn.Parameter` raises.
+# `param_dtype`, 2 bytes per weight, with no error.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -586,7 +583,7 @@ class Float8(Hooked):
 # %% [markdown]
 # `train` gives both weights of a small model a class before `fully_shard`, and trains for 40 steps. The model
 # has to be on its device by then: a later `model.to(...)` does not convert `inner`. Rank 0's rows begin four
-# times as large as the others. Two more classes (folded) are mistakes: `OwnScale` without the all-reduce,
+# times as large as the others. Two more classes (folded) show what goes wrong: `OwnScale` without the all-reduce,
 # `NothingToFree` with an empty tuple.
 
 # %%
@@ -651,41 +648,34 @@ assert [row[4] for row in rows] == [*["0%"] * 5, "100%"]
 assert worst["Int8"] < 0.006 < worst["Float8"] < 0.03 < 0.5 < worst["OwnScale"]
 losses = [loss for _, loss, _, _ in trained[0].values()]
 assert max(losses[:4]) < 1.03 * min(losses[:4]) < losses[4]
-Table(
-    ["", "KiB gathered", "KiB reduced", "error of a gathered weight, worst rank", "left in memory", "loss, rank 0"],
-    rows,
-)
+Table(["", "KiB gathered", "KiB reduced", "error of a gathered weight, worst rank", "left in memory", "loss, rank 0"], rows)
 
 # %% [markdown]
 # Both 8-bit ways halve the bytes of bf16's gathers (int8's scales add 3%), and this small model learns as well.
-# Each weight is gathered in forward and in backward; gradients are reduced in float32, so all that is sent
-# shrinks by a quarter, from 1,152 to 864 KiB. Int8's error is 0.5% for these weights; the 0.6%
-# above are for normally distributed ones.
+# Gradients are reduced in float32, so all that is sent shrinks by a quarter, from 1,152 to 864 KiB.
 #
 # **All ranks must decode with the same scale.** In `OwnScale` rank 0's is the largest, so it reads the
 # others' rows too large, and they read its rows too small: each rank computes with a different model, and
 # nothing raises. `Int8` gathers its scales with the codes.
 #
-# **8-bit gathers save no memory.** Until `reshard` FSDP2 holds the code (1 byte) beside the decoded weight (2), where
-# a bf16 gather holds 2 bytes. While these classes decode a weight, its float32 intermediates take 4 (`Int8`) to 8
-# bytes (`Float8`) more per weight of that tensor: mind a large embedding. With an empty tuple decoded weights stay;
-# so they did in a cache of Transformer Engine ([issue
-# 2681](https://github.com/NVIDIA/TransformerEngine/issues/2681)).
+# **8-bit gathers save no memory.** After the copy-out FSDP2 holds the code (1 byte) beside the decoded weight (2)
+# until `reshard`, where a bf16 gather holds 2 bytes; the buffer of the next unit's all-gather has 1 byte instead of 2.
+# While these classes decode a weight, from the second time on they hold 6 (`Int8`) to 8 bytes (`Float8`) more per
+# weight of that tensor: mind a large embedding. With an empty tuple decoded weights stay.
 #
 # **Leave biases and norms as they are**: both classes take matrices. All ranks must send equally many bytes,
 # so `Float8` pads to the rows of rank 0. Without padding only the ranks with fewer rows raise, and the others
 # wait. A rank without rows (9 rows on 4 ranks are 3, 3, 3, 0) raises even with it: an empty shard has no
-# maximum. `Int8` cannot pad: each tensor that it sends would need the shape of the padded shard, which scales
-# do not have.
+# maximum. `Int8` takes columns that are a multiple of 64, and cannot pad with this hook: torch checks that each tensor
+# has the shape of the padded shard, which scales do not have.
 #
 # ## Your turn 2 · One all-reduce for all scales
 #
-# `Float8` sends a tiny all-reduce for each weight and gather: four in a step of `train`. Weights change only
-# in `optimizer.step()`, or when you load or edit them, so one all-reduce for all weights after that is
-# enough. Write `find_scales(parameters)`: it gets the model's sharded weights and returns a list of scales,
-# each a tensor of one number: the largest absolute value of the *whole* weight, divided by 448 (none here is
-# all zeros, so no clamp). Send **one** collective. `p.to_local().inner` is this rank's shard of `p`, in
-# float32.
+# `Float8` sends an all-reduce for each weight and gather: four in a step of `train`. Weights change only in
+# `optimizer.step()`, or when you load or edit them, so one all-reduce for all weights after that is enough. Write
+# `find_scales(parameters)`: it gets the model's sharded weights and returns a list of scales, each a tensor of one
+# number: the largest absolute value of the *whole* weight, divided by 448 (no weight is all zeros, so no clamp). Send
+# **one** collective. `p.to_local().inner` is this rank's shard of `p`, in float32.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -696,10 +686,8 @@ def weights(rows, columns):
 
 
 @turn(2, {
-    "collectives": exactly(
-        1, less="No rank knows the others' maxima: each has a scale of its own.",
-        more="Put the maxima of all weights into one tensor, and reduce it once.",
-    ),
+    "collectives": exactly(1, less="No rank knows the others' maxima: each has a scale of its own.",
+                           more="Put the maxima of all weights into one tensor, and reduce it once."),
     "scales that are too small": exactly(0, "Weights overflow: a scale is below the largest absolute value of all ranks / 448."),
     "scales that are sums over ranks": exactly(0, "`all_reduce` sums unless it is told `dist.ReduceOp.MAX`."),
     "scales that are too large": exactly(0, "Bits are lost: a scale is above its own weight's maximum / 448."),
@@ -718,12 +706,8 @@ def score_scales(find_scales):
         wrong[:, column] = torch.tensor([ratio < 0.999, ratio > 1.001, ratio > 1.001 and abs(of_sum - 1) < 0.001])
     dist.all_reduce(wrong, dist.ReduceOp.MAX)                   # on any rank
     small, large, sums = wrong.sum(1).int().tolist()
-    return {
-        "collectives": len(trace.collectives),
-        "scales that are too small": small,
-        "scales that are sums over ranks": sums,
-        "scales that are too large": large - sums,
-    }
+    counts = {"too small": small, "sums over ranks": sums, "too large": large - sums}
+    return {"collectives": len(trace.collectives)} | {f"scales that are {name}": count for name, count in counts.items()}
 
 
 # %%
@@ -801,21 +785,19 @@ def find_scales(parameters):                                    # one for the mo
 # | you see | cause | cure |
 # |:--|:--|:--|
 # | `only Tensors of floating point dtype can require gradients` in `fully_shard` | integer parameters under FSDP2 in torch 2.11 or older | torch 2.12 or newer |
+# | the same in forward, or `Expected 1 all_gather_output, got 2` | hooks and an integer `reshard_after_forward` ([lesson 6](06_sharding_strategies.ipynb)) | `reshard_after_forward=True` |
 # | `Must flatten tensors with uniform dtype`, `Cannot flatten integer dtype tensors` | FSDP1 and integers, or adapters in another dtype than the codes | FSDP2; or codes stored in the adapters' dtype |
-# | bitsandbytes under FSDP2: a loss of 0, NaN, or all 4-bit weights on each rank | shards of `Params4bit` lose its scales; accelerate leaves `uint8` ones whole ([pull 3987](https://github.com/huggingface/accelerate/pull/3987)) | codes and scales as plain parameters, or torchao's `to_nf4` |
-# | wrong outputs with fp16 | codes stored as bf16 and cast | storage dtype = `param_dtype`, or `uint8` under FSDP2 |
+# | bitsandbytes under FSDP2: a loss of 0, NaN, or all 4-bit weights on each rank | shards of `Params4bit` lose its scales ([issue 3983](https://github.com/huggingface/accelerate/issues/3983)); accelerate leaves `uint8` ones whole ([pull 3987](https://github.com/huggingface/accelerate/pull/3987)) | codes and scales as plain parameters, or torchao's `to_nf4` |
 # | float8: a poor loss, or ranks differ on the same batch | a scale for each rank | all-reduce it, with MAX |
 # | `must return all-gather inputs with the padded sharded size`, or a hang | a hook without padding, or `Int8` | pad; one scale for the weight |
 # | `Unsupported global` in `dcp.load` | the checkpoint names the class of the shards | `save_distributed` and `load_distributed`, or `torch.serialization.safe_globals([Float8])` |
 # | `Expected out tensor to have dtype`, or gathers of 2 bytes again | `load_state_dict(assign=True)` or `to_empty` replaced the `Float8` shards by plain ones | load without `assign`; make `Float8` of weights that are on their device |
 # | memory as with bf16 weights | decoded weights stay: in autograd, in a cache, or as the hook's tuple was empty | activation checkpointing; no cache; name in the tuple what the hook made |
-# | no faster | all-gathers were hidden, or coding costs more than it saves | measure first how long the GPU waits for all-gathers |
 #
 # ## The rule
 #
 # Frozen weights: 4 bits in blocks, as plain `uint8` parameters, layers checkpointed. Trained weights: float32
-# shards; 8 bits on the wire only if the GPU waits for all-gathers, reductions are in bf16 or still fit the link,
-# and a timed step is faster: int8 in blocks,
-# or float8 with one scale from all ranks where products are in float8, too.
+# shards; 8 bits on the wire only if the GPU waits for all-gathers, gradients are already reduced in bf16 (if your loss
+# bears it), and a timed step is faster: int8 in blocks, or float8 with one scale where products are in float8, too.
 #
 # [← lesson 21](21_long_sequences.ipynb)
