@@ -5,8 +5,8 @@
 # the order of their price: attention that keeps no scores (a number for each pair of tokens), a loss that
 # keeps no logits (a number for each token and each word of the vocabulary), a checkpoint around each block.
 # If that is not enough, cut the sequence over the ranks that already share the weights.** In a model like
-# Llama only attention has to know of the cut. Its price: n ranks that share one sequence train on n times
-# fewer sequences in a step, and send keys and values in every block.
+# Llama only attention has to know of the cut. Its price: a step of n ranks that share one sequence has n times
+# fewer sequences, so accumulate n times as many steps, and every block sends keys and values.
 
 # %% jupyter={"source_hidden": true}
 from matplotlib.patches import Rectangle
@@ -42,7 +42,7 @@ plots.show(fig, alt="Kept bytes fall from 92 to 0.41 MiB in four steps; the last
 # from the other ranks. The mask of a causal model hides later keys (grey).
 #
 # At a real size, Llama 3 8B with 32,768 tokens on each of eight H100s, `plan` predicts peaks of 258 GiB with fused
-# attention, 215 with the loss in pieces, 31 with checkpoints. Up to about 100,000 tokens no cut is needed.
+# attention, 215 with the loss in pieces, 31 with checkpoints. Without a cut 98,304 tokens fit, by 0.1 GiB.
 
 # %% tags=["card"]
 lesson.card(
@@ -56,8 +56,9 @@ lesson.card(
 # ## The script
 #
 # Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It trains a small Llama in four ways on
-# the same two sequences. Rank 0 prints of the second step the bytes that autograd keeps for backward (parameters
-# not counted), the loss, and the norm of all gradients.
+# the same two sequences. Rank 0 prints what the second step had: the bytes that autograd keeps for backward
+# (parameters not counted), the loss, and the norm of all gradients. To save a file for transformers
+# ([lesson 3](03_full_state_dict.ipynb)), take the state dict of `model.model`: `WithLoss` adds `model.` to each key.
 #
 # ```python
 # import torch
@@ -140,15 +141,15 @@ lesson.card(
 # checkpoints      1.66 MiB, loss 8.3368, norm 0.6446
 # ```
 #
-# All four train the same model. Scores took 56 MiB: 4 blocks x 4 heads x 960² pairs x 4
+# All four train the same model. Probabilities of attention took 56 MiB: 4 blocks x 4 heads x 960² pairs x 4
 # bytes. The loss took 15, for log-probabilities as large as the logits: 960 tokens x 4,096 words x 4 bytes.
 # Checkpoints leave each block's input, and what lies around the blocks. "Kept" is between forward and backward. The peak is elsewhere: in the
 # loss, or in the block that backward computes again.
 #
 # ## Attention that keeps no scores
 #
-# Written out ("eager" in transformers, `MATH` in PyTorch), attention keeps its scores, and bytes grow with
-# the *square* of the length. A fused kernel computes them piece by piece, and again in backward; it keeps its
+# Written out ("eager" in transformers, `MATH` in PyTorch), attention keeps the probabilities made of its
+# scores, and bytes grow with the *square* of the length. A fused kernel computes them piece by piece, and again in backward; it keeps its
 # inputs, its output and one number per query. Peak and time of forward and backward, one sequence on an H200
 # (torch 2.11), 16 heads of 128, causal, in bf16:
 
@@ -175,7 +176,8 @@ assert all(row["EFFICIENT_ATTENTION"] for row in runs.values())
 Table(["with", *FUSED], [[name, *("yes" if row[KERNELS[kernel]] else "no" for kernel in FUSED)] for name, row in runs.items()])
 
 # %% [markdown]
-# (Each block keeps its mask, too.) **Leave out `MATH`, and the fallback becomes an error**:
+# A boolean mask brings the square back: each block keeps a copy of it in the queries' dtype (seen on a CPU).
+# **Leave out `MATH`, and the fallback becomes an error**:
 #
 # ```python
 # from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -184,8 +186,8 @@ Table(["with", *FUSED], [[name, *("yes" if row[KERNELS[kernel]] else "no" for ke
 #     ...                                     # forward *and* backward: a checkpoint computes again there
 # ```
 #
-# PyTorch goes on choosing among the three: at 16,384 tokens flash takes nearly twice cuDNN's time.
-# (`causal_lower_right` with fewer queries than keys takes flash or memory-efficient, never cuDNN.)
+# PyTorch tries the three in an order of its own, or in yours with `set_priority=True`: at 16,384 tokens flash
+# takes nearly twice cuDNN's time.
 # transformers takes "sdpa" where a model supports it: `model.config._attn_implementation` says what it took.
 #
 # ## A loss that keeps no logits
@@ -210,18 +212,15 @@ Table(["with", *FUSED], [[name, *("yes" if row[KERNELS[kernel]] else "no" for ke
 #
 # ## When you need the cut
 #
-# Beyond 32,768 tokens, with all three (published runs took mostly 0.83 to 1.12 times what `plan` predicts):
+# Beyond 32,768 tokens, with all three (published runs took mostly 0.83 to 1.12 times what `plan` predicts). What
+# PyTorch reserves for such a peak has to fit in 77 GiB:
 #
-# | tokens | on each rank | predicted peak | in 77 GiB |
-# |--:|--:|--:|:--|
-# | 98,304 | 98,304 | 64 GiB | fits |
-# | 114,688 | 114,688 | 72 GiB | too tight: PyTorch reserves 88 |
-# | 131,072 | 131,072 | 80 GiB | does not fit |
-# | 131,072 | 16,384, cut over 8 | 24 GiB, and one block's keys and values | fits |
-#
-# The loss in pieces computes the head's product once more, checkpoints the blocks' forward. With checkpoints
-# alone a step of a Llama of 0.95 billion parameters, 2,048 tokens in a sequence, took 1.28 times as long on an
-# H200 ([lesson 2](02_activation_checkpointing.ipynb)).
+# | tokens | on each rank | predicted peak | reserved | |
+# |--:|--:|--:|--:|:--|
+# | 98,304 | 98,304 | 64 GiB | 76.9 GiB | fits by 0.1 GiB |
+# | 114,688 | 114,688 | 72 GiB | 87.6 GiB | does not fit |
+# | 131,072 | 131,072 | 80 GiB | 94.8 GiB | does not fit |
+# | 131,072 | 16,384, cut over 8 | 24 GiB, and one block's keys and values | 30.5 GiB, and these | fits |
 #
 # ## Cut the sequence
 #
@@ -271,8 +270,8 @@ Table(["with", *FUSED], [[name, *("yes" if row[KERNELS[kernel]] else "no" for ke
 # a row: rank 0 has the first tokens, rank 1 the next.
 #
 # **Around the model**, `places` count from the start of the whole sequence. transformers' own loss shifts the
-# labels of each part and so loses a target at every cut, unless it gets `shift_labels` (and the whole sequence's
-# count as `num_items_in_batch`); the script shifts before it cuts. The sum is divided by the labels of the whole
+# labels of each part and so loses a target at every cut, unless it gets `shift_labels` beside `labels` (and the whole
+# sequence's count as `num_items_in_batch`); the script shifts before it cuts. The sum is divided by the labels of the whole
 # sequence. The length has to be a multiple of the ranks: pad the end, with -100 as targets.
 #
 # ## Gradients of gathered keys
@@ -285,8 +284,7 @@ Table(["with", *FUSED], [[name, *("yes" if row[KERNELS[kernel]] else "no" for ke
 #
 # **Gather or ring.** `gathered` holds keys and values of the whole sequence: with checkpoints in one block at a
 # time, without in every block. A **ring** passes them on from rank to rank, so that a rank holds a few parts, not
-# all: turn 1. A third way, [Ulysses](https://arxiv.org/abs/2309.14509), exchanges tokens for heads by an
-# all_to_all, on as many ranks as there are heads at most.
+# all: turn 1.
 #
 # **What the cut sends.** With `gathered`, a rank receives in each block (n - 1) / n of all keys and values, the
 # same again where a checkpoint computes again, and in backward sends as many bytes of gradients. (A ring's
@@ -298,7 +296,7 @@ Table(["with", *FUSED], [[name, *("yes" if row[KERNELS[kernel]] else "no" for ke
 # Write `ring(q, k, v)`: the causal attention of this rank's queries to the whole sequence, of which rank 0
 # has the first part. `attend(q, k, v, causal)` gives the attention of this rank's queries to *one* part of
 # the keys, and for each query `lse`, the logarithm of the sum of the exponentials of its scores.
-# `pass_on(k, v)` sends tensors to the next rank and returns those of the rank before; all ranks have to call
+# `pass_on(k, v)` sends tensors (24 KiB here) to the next rank and returns those of the rank before; all ranks have to call
 # it equally often. Two parts come together like this:
 # ```text
 # lse = log(exp(lse_1) + exp(lse_2))
@@ -363,6 +361,7 @@ recorded = fully_shard(nn.Linear(1, 1, device=device), mesh=mesh)   # what recor
 torch.manual_seed(0)
 whole = [torch.randn(1, 4, 48 * world, 16, device=device) for _ in range(3)]
 right = F.scaled_dot_product_attention(*whole, is_causal=True).chunk(world, 2)[rank]
+TO_SEND = (world - 1) * 2 * whole[0].nbytes / world / 1024
 
 
 @turn(1, {
@@ -370,8 +369,8 @@ right = F.scaled_dot_product_attention(*whole, is_causal=True).chunk(world, 2)[r
     "tokens that miss earlier ones": exactly(0, "Earlier keys are not seen: attend to the part of every earlier rank, with causal=False."),
     "largest error": at_most(1e-5, "Each result has to be weighted by its share, exp(its lse - the lse of all), and lse has to grow with each part."),
     "KiB that a rank sends": exactly(
-        (world - 1) * 2 * whole[0].nbytes / world / 1024,
-        less="Too few parts go around the ring.", more="After world - 1 passes every rank has had every part: stop there.",
+        TO_SEND, less="Too few parts go around the ring: pass on keys and values, world - 1 times.",
+        more="After world - 1 passes every rank has had every part: stop there.",
     ),
 })
 def score_ring(ring):
@@ -387,8 +386,8 @@ def score_ring(ring):
         return ((attended(start, stop) - mine).abs().amax((0, 1, 3)) > 1e-6).sum().item()
 
     passes, of_ranks = [], [0] * world
-    with patch.dict(globals(), pass_on=lambda *tensors: passes.append(1) or [t.clone() for t in tensors]):
-        attended(0, 0)                          # sends nothing, and counts the calls
+    with patch.object(dist, "batch_isend_irecv", lambda calls: passes.append(1) or []):
+        attended(0, 0)                          # sends nothing, and counts the calls of pass_on
     dist.all_gather_object(of_ranks, len(passes))
     if len(set(of_ranks)) > 1:
         raise NotYet(
@@ -399,11 +398,13 @@ def score_ring(ring):
         mine = attended(0, 0)
     sees = [changed(48 * part + 47, 48 * part + 48) for part in range(world)]   # its tokens that see each part's last
     later, missing = sum(sees[rank + 1 :]) + max(sees[rank] - 1, 0), 48 * rank - sum(sees[:rank])
+    sent = sum(e.bytes for e in trace.collectives if e.kind == "send") / 1024
+    few = 0 < sent < TO_SEND                    # then wrong keys or values follow from it
     return {
-        "tokens that see later ones": later,
-        "tokens that miss earlier ones": missing,
-        "largest error": None if later or missing else (mine - right).abs().max().item(),
-        "KiB that a rank sends": sum(e.bytes for e in trace.collectives if e.kind == "send") / 1024,
+        "tokens that see later ones": None if few else later,
+        "tokens that miss earlier ones": None if few else missing,
+        "largest error": None if few or later or missing else (mine - right).abs().max().item(),
+        "KiB that a rank sends": sent,
     }
 
 
@@ -511,6 +512,14 @@ def ring(q, k, v):
         pieces.append(pass_on(*pieces[-1]))
     keys, values = (torch.cat(parts[: rank + 1][::-1], 2) for parts in zip(*pieces))
     return F.scaled_dot_product_attention(q, keys, values, causal_lower_right(q.size(2), keys.size(2)))
+
+# %% tags=["wrong"] turn=1 says="pass on keys and values"
+def ring(q, k, v):                              # the values stay
+    keys = [k]
+    for _ in range(world - 1):
+        keys += pass_on(keys[-1])
+    keys, values = torch.cat(keys[: rank + 1][::-1], 2), v.repeat(1, 1, rank + 1, 1)
+    return F.scaled_dot_product_attention(q, keys, values, causal_lower_right(48, 48 * (rank + 1)))
 
 # %% tags=["wrong"] turn=1 says="Too few parts go around"
 def ring(q, k, v):                              # a gather
@@ -639,7 +648,7 @@ RIGHT = [p.grad for p in alone.parameters()]
 
 
 @turn(2, {
-    "tokens out of place": exactly(0, "`balanced` computes an early and a late piece: rank and 2 * world - 1 - rank out of 2 * world."),
+    "tokens out of place": exactly(0, "`balanced` computes an early and a late piece, in this order: rank and 2 * world - 1 - rank out of 2 * world."),
     "wrong places": exactly(0, "A place counts from the start of the whole sequence, also on the later ranks."),
     "wrong targets": exactly(0, "A target is the label of the next token, which may be on another rank (the last token's is -100): shift before the cut."),
     "gradients that differ": exactly(0, "The loss needs the labels of all ranks in the denominator, and FSDP divides by the ranks."),
@@ -650,6 +659,8 @@ def score_cut(my_cut, my_loss):
         raise NotYet("Return three tensors, each i64[1, tokens / world].")
     ids, targets, places = part
     true = place_of[ids[0]]
+    if torch.equal(targets[0], true):
+        raise NotYet("Return them in the order ids, targets, places.")
     model = small_llama("balanced")
     for block in [*model.model.layers, model]:
         fully_shard(block, mesh=mesh)
@@ -727,51 +738,70 @@ def my_loss(total, targets):
 def my_cut(ids, labels):
     targets, places = F.pad(labels[:, 1:], (0, 1), value=-100), torch.arange(ids.size(1), device=ids.device)[None]
     return [t.view(2 * world, -1)[[rank, -1 - rank]].view(1, -1) for t in (ids, targets, places)]
-
-def my_loss(total, targets):                    # a mean of means
-    return total / (targets != -100).sum()
+my_loss = lambda total, targets: total / (targets != -100).sum()                 # a mean of means
 
 # %% tags=["wrong"] turn=2 says="from the start of the whole sequence"
 def my_cut(ids, labels):                        # each rank counts from 0
     targets = F.pad(labels[:, 1:], (0, 1), value=-100)
     ids, targets = (t.view(2 * world, -1)[[rank, -1 - rank]].view(1, -1) for t in (ids, targets))
     return ids, targets, torch.arange(48, device=ids.device)[None]
-
-def my_loss(total, targets):
-    return total / 24
+my_loss = lambda total, targets: total / 24
 
 # %% tags=["wrong"] turn=2 says="an early and a late piece"
 def my_cut(ids, labels):                        # parts in a row
     targets, places = F.pad(labels[:, 1:], (0, 1), value=-100), torch.arange(ids.size(1), device=ids.device)[None]
     return [t.chunk(world, 1)[rank] for t in (ids, targets, places)]
+my_loss = lambda total, targets: total / 24
 
-def my_loss(total, targets):
-    return total / 24
+# %% tags=["wrong"] turn=2 says="in this order"
+def my_cut(ids, labels):                        # the late piece first
+    targets, places = F.pad(labels[:, 1:], (0, 1), value=-100), torch.arange(ids.size(1), device=ids.device)[None]
+    return [t.view(2 * world, -1)[[-1 - rank, rank]].view(1, -1) for t in (ids, targets, places)]
+my_loss = lambda total, targets: total / 24
+
+# %% tags=["wrong"] turn=2 says="in the order ids, targets, places"
+def my_cut(ids, labels):                        # targets last
+    targets, places = F.pad(labels[:, 1:], (0, 1), value=-100), torch.arange(ids.size(1), device=ids.device)[None]
+    return [t.view(2 * world, -1)[[rank, -1 - rank]].view(1, -1) for t in (ids, places, targets)]
+my_loss = lambda total, targets: total / 24
 
 # %% tags=["wrong"] turn=2 says="shift before the cut"
 def my_cut(ids, labels):                        # the first label is the last token's target
     places = torch.arange(ids.size(1), device=ids.device)[None]
     return [t.view(2 * world, -1)[[rank, -1 - rank]].view(1, -1) for t in (ids, labels.roll(-1, 1), places)]
-
-def my_loss(total, targets):
-    return total / 24
+my_loss = lambda total, targets: total / 24
 
 # %% [markdown]
 # ## Several sequences, and PyTorch's own
 #
-# With dp sequences in a step, each on cp ranks, FSDP shards over *all* ranks:
+# With two sequences in a step, each on half of the ranks, FSDP still shards over all ranks. This changes the script
+# with the cut:
 #
-# ```python
-# ways = init_device_mesh(device, (dp, cp), mesh_dim_names=("dp", "cp"))
-# rank, world, mesh = ways.get_local_rank("cp"), cp, ways["cp"]           # of the cut and the attention function
-# everyone = init_device_mesh(device, (dp * cp,))                         # fully_shard(..., mesh=everyone)
-# count = count_of_all / (dp * cp)                                        # the labels of all dp sequences
+# ```diff
+#  mesh = init_device_mesh(device, (world,))                    # without it a Mac would take its GPU
+# +ways = init_device_mesh(device, (2, world // 2), mesh_dim_names=("dp", "cp"))
+# +cp, cp_rank, cp_mesh = world // 2, ways.get_local_rank("cp"), ways["cp"]
+# @@
+# -    n, end = query.size(2), query.size(2) * (rank + 1)       # this rank has n tokens, the last is end - 1
+# -    parts = [DTensor.from_local(t, mesh, [Shard(2)]) for t in (key, value)]
+# +    n, end = query.size(2), query.size(2) * (cp_rank + 1)    # this rank has n tokens, the last is end - 1
+# +    parts = [DTensor.from_local(t, cp_mesh, [Shard(2)]) for t in (key, value)]
+# @@
+# +    torch.manual_seed(ways.get_local_rank("dp"))             # another sequence for each half
+#      for step in range(2):
+# @@
+# -            ids, places, targets = (t.chunk(world, 1)[rank].clone() for t in (ids, places, targets))
+# +            dist.all_reduce(count, group=ways.get_group("dp"))           # the labels of both
+# +            ids, places, targets = (t.chunk(cp, 1)[cp_rank].clone() for t in (ids, places, targets))
+# ```
+# ```text
+# a part per rank  0.83 MiB, loss 8.3323, norm 0.3749
 # ```
 #
 # **Which one?** Full attention and a few ranks of one host: `balanced`. If one block's keys and values do not fit:
 # a ring, such as PyTorch's `context_parallel` (`torch.distributed.tensor.experimental`, a prototype, for GPUs
-# alone; we have not run it there). Give it all that is cut, `buffers=[ids, places, targets]`. Where the length is
-# no multiple of 2n it takes parts in a row, without a warning. With a window, packing or padding: none of these
+# alone; we have not run it there). Give it all that is cut, `buffers=[ids, places, targets],
+# buffer_seq_dims=[1, 1, 1]`. Where the length is no multiple of 2n it takes parts in a row, without a warning. With a window, packing or padding: none of these
 # without a mask of your own.
 #
 # ## When it goes wrong
@@ -780,7 +810,7 @@ def my_loss(total, targets):
 # |:--|:--|:--|
 # | out of memory at the loss, or in the first step of backward | logits of a large vocabulary | the loss in pieces |
 # | memory grows with the square of the length | scores: attention written out, or a kernel that fell back | `set_attn_implementation("sdpa")`, and `sdpa_kernel` with all kernels but `MATH` |
-# | `No available kernel` | none of the kernels you allow takes these inputs | change them, or allow `SDPBackend.EFFICIENT_ATTENTION`, too |
+# | `No available kernel` | none of the kernels you allow takes these inputs | change them |
 # | `aten.embedding.default got mixed torch.Tensor and DTensor` | `fully_shard` was called on the model inside `WithLoss` | call it on the blocks and on `WithLoss` |
 # | the first loss is right, the norm of the gradients is not | gradients of gathered keys not summed | `grad_placements=[Partial()]` |
 # | a loss that is plausible, a model that is worse at length | the mask was dropped; places that begin at 0 on each rank (the last row then has loss 8.3368 and norm 0.6443) | compare logits, or each gradient, with one process, beyond the window |
