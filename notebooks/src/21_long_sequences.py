@@ -36,10 +36,10 @@ plots.show(fig, alt="Kept bytes fall from 92 to 0.41 MiB in four steps; the last
 
 # %% [markdown]
 # Left, what the scripts below keep of one sequence of 960 tokens, in float32; each bar adds one change to the
-# bar above it. Loss and gradients stay the same. Right, the last change, **context parallelism**, with a color for each quarter
-# of the sequence. Nearly everything in a transformer treats each token by itself, so a rank computes it for
-# its own tokens. In attention a token looks at the keys and values of all tokens before it, which have to come
-# from the other ranks. The mask of a causal model hides later keys (grey).
+# bar above it. Loss and gradients stay the same. Right, the last change, **context parallelism**, with a color
+# for each quarter of the sequence. Nearly everything in a transformer treats each token by itself, so a rank
+# computes it for its own tokens. In attention a token looks at the keys and values of all tokens before it,
+# which have to come from the other ranks. The mask of a causal model hides later keys (grey).
 #
 # At a real size, Llama 3 8B with 32,768 tokens on each of eight H100s, `plan` predicts peaks of 258 GiB with fused
 # attention, 215 with the loss in pieces, 31 with checkpoints. Without a cut 98,304 tokens fit, by 0.1 GiB.
@@ -49,7 +49,7 @@ lesson.card(
     21,
     learn="find what grows with the length, remove it, and cut one sequence over ranks with the right gradients",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb), [lesson 2](02_activation_checkpointing.ipynb)",
-    minutes=(1, 26, 30),
+    minutes=(1, 33, 26),
 )
 
 # %% [markdown]
@@ -143,15 +143,15 @@ lesson.card(
 #
 # All four train the same model. Probabilities of attention took 56 MiB: 4 blocks x 4 heads x 960² pairs x 4
 # bytes. The loss took 15, for log-probabilities as large as the logits: 960 tokens x 4,096 words x 4 bytes.
-# Checkpoints leave each block's input, and what lies around the blocks. "Kept" is between forward and backward. The peak is elsewhere: in the
-# loss, or in the block that backward computes again.
+# Checkpoints leave each block's input, and what lies around the blocks. "Kept" is between forward and backward.
+# The peak is elsewhere: in the loss, or in the block that backward computes again.
 #
 # ## Attention that keeps no scores
 #
 # Written out ("eager" in transformers, `MATH` in PyTorch), attention keeps the probabilities made of its
-# scores, and bytes grow with the *square* of the length. A fused kernel computes them piece by piece, and again in backward; it keeps its
-# inputs, its output and one number per query. Peak and time of forward and backward, one sequence on an H200
-# (torch 2.11), 16 heads of 128, causal, in bf16:
+# scores, and bytes grow with the *square* of the length. A fused kernel computes them piece by piece, and again
+# in backward; it keeps its inputs, its output and one number per query. Peak and time of forward and backward,
+# one sequence on an H200 (torch 2.11), 16 heads of 128, causal, in bf16:
 
 # %% jupyter={"source_hidden": true} tags=["on-a-gpu"]
 from fsdp_utils.lessons import recorded
@@ -270,9 +270,9 @@ Table(["with", *FUSED], [[name, *("yes" if row[KERNELS[kernel]] else "no" for ke
 # a row: rank 0 has the first tokens, rank 1 the next.
 #
 # **Around the model**, `places` count from the start of the whole sequence. transformers' own loss shifts the
-# labels of each part and so loses a target at every cut, unless it gets `shift_labels` beside `labels` (and the whole
-# sequence's count as `num_items_in_batch`); the script shifts before it cuts. The sum is divided by the labels of the whole
-# sequence. The length has to be a multiple of the ranks: pad the end, with -100 as targets.
+# labels of each part and so loses a target at every cut, unless it gets `shift_labels` beside `labels` (and the
+# whole sequence's count as `num_items_in_batch`); the script shifts before it cuts. The sum is divided by the
+# labels of the whole sequence. The length has to be a multiple of the ranks: pad the end, with -100 as targets.
 #
 # ## Gradients of gathered keys
 #
@@ -798,11 +798,11 @@ my_loss = lambda total, targets: total / 24
 # a part per rank  0.83 MiB, loss 8.3323, norm 0.3749
 # ```
 #
-# **Which one?** Full attention and a few ranks of one host: `balanced`. If one block's keys and values do not fit:
-# a ring, such as PyTorch's `context_parallel` (`torch.distributed.tensor.experimental`, a prototype, for GPUs
-# alone; we have not run it there). Give it all that is cut, `buffers=[ids, places, targets],
-# buffer_seq_dims=[1, 1, 1]`. Where the length is no multiple of 2n it takes parts in a row, without a warning. With a window, packing or padding: none of these
-# without a mask of your own.
+# **Which one?** Full attention and a few ranks of one host: `balanced`. If one block's keys and values do not
+# fit: a ring, such as PyTorch's `context_parallel` (`torch.distributed.tensor.experimental`, a prototype, for
+# GPUs alone; we have not run it there). Give it all that is cut, `buffers=[ids, places, targets],
+# buffer_seq_dims=[1, 1, 1]`. Where the length is no multiple of 2n it takes parts in a row, without a warning.
+# With a window, packing or padding: none of these without a mask of your own.
 #
 # ## When it goes wrong
 #
