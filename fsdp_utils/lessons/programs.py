@@ -39,7 +39,7 @@ def small(name: str) -> PreTrainedModel:
 
 
 def save_base(folder: str, *, steps: int = 60) -> None:
-    """Begin to train a Llama of three blocks to write dates in digits; save it as a model on the hub is saved.
+    """Begin to train a Llama of three blocks to write dates in digits; save it as on the hub.
 
     Longer, or with a larger learning rate, the last bits of another CPU's kernels grow into other losses.
     """
