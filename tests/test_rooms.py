@@ -32,7 +32,7 @@ LEVEL = {
 MOST_LINES = {
     "answers": 179,
     "doctor": 1225,  # 900
-    "allocator": 604,
+    "allocator": 612,
     "lessons": 1485,  # 1,300
     "memory": 760,
     "notebook": 1428,
@@ -48,7 +48,7 @@ MOST_LINES = {
     "pretrained": 446,
     "sharding": 991,  # 770
     "train": 1051,
-    "all together": 17_158,  # 15,000
+    "all together": 17_166,  # 15,000
 }
 # Modules inside rooms that lessons and users import by name too.
 BY_NAME = (

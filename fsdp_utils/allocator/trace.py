@@ -22,7 +22,15 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class AllocationEvent:
-    """One allocation, one free, or the beginning of a training step."""
+    """One allocation, one free, or the beginning of a training step.
+
+    Example::
+
+        from fsdp_utils.allocator import AllocationEvent, AllocationTrace
+
+        events = [AllocationEvent("alloc", block=1, size=2**30), AllocationEvent("free", block=1, size=2**30)]
+        print(AllocationTrace(events).peak_gib)  # 1.0
+    """
 
     kind: str  # "alloc", "free" or "step"
     block: int = 0  # the number that an allocation shares with its free
