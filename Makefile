@@ -21,7 +21,7 @@ lab: setup
 
 test: setup .venv/made-for-test
 	@status=0; \
-	$(VENV_PYTHON) -m pytest -p no:nbval --numprocesses=3 --dist=loadfile --no-loadscope-reorder tests || status=1; \
+	$(VENV_PYTHON) -m pytest -p no:nbval --numprocesses=3 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 tests || status=1; \
 	$(VENV_PYTHON) -m pytest $(NBVAL) --nbval-current-env --nbval-cell-timeout=120 --timeout=180 notebooks || status=1; \
 	exit $$status
 

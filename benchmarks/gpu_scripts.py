@@ -1,5 +1,6 @@
 """Parts of gpu.py that run in processes of their own: the lessons' scripts, and what only CUDA raises."""
 
+import json
 import os
 import re
 import subprocess
@@ -25,21 +26,25 @@ SHARED = "import os\nos.environ['LOCAL_RANK'] = '0'\n"
 
 
 def run_script(lesson: Path, ranks: int) -> Result:
-    """Run a lesson's script under torchrun, with gloo in place of NCCL, which has no two ranks on a GPU."""
+    """Run a lesson's script under torchrun and the doctor, with gloo: NCCL has no two ranks on a GPU."""
     ((code, expected),) = re.findall(SCRIPT, lesson.read_text(encoding="utf-8"), re.DOTALL)
     code, expected = (re.sub(r"^# ?", "", text, flags=re.MULTILINE) for text in (code, expected))
     code = SHARED + code.replace('"cpu:gloo,cuda:nccl"', '"gloo"').replace('"nccl"', '"gloo"')
     path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "train.py"]
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "train.py"]
+    doctor = ["fsdp_utils", "doctor", f"--ranks={ranks}", "--json", "--fail-on=never", "train.py"]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "train.py").write_text(code)
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", *command],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=100,
+        done, examined = (
+            subprocess.run(
+                [sys.executable, "-W", "ignore", "-m", *command],
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                timeout=100,
+            )
+            for command in (torchrun, doctor)
         )
     found: Result = {"exit": done.returncode, "prints_the_same": done.stdout == expected}
     if not found["prints_the_same"]:
@@ -48,6 +53,10 @@ def run_script(lesson: Path, ranks: int) -> Result:
         found["errors"] = [
             line for line in done.stderr.splitlines() if re.search("Error|exitcode|SIG", line)
         ][:8]
+    try:
+        found["doctor"] = [one["id"] for one in json.loads(examined.stdout)["findings"]]
+    except ValueError:
+        found["doctor"] = examined.stderr[-600:]
     return found
 
 

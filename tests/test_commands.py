@@ -1,5 +1,6 @@
 """The command lines: one list of all, versions, help and JSON, and what is said of a missing package."""
 
+import faulthandler
 import json
 import runpy
 import sys
@@ -26,6 +27,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
         monkeypatch.setattr(sys, "argv", [module, *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
+        faulthandler.cancel_dump_traceback_later()  # this process goes on after a failed training
         assert isinstance(ended.value.code, int)
         return ended.value.code, *capfd.readouterr()
 

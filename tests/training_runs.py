@@ -1,7 +1,6 @@
 """Runs of the training program within a test, and what they leave to read."""
 
 import contextlib
-import faulthandler
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,7 +75,6 @@ def program(*arguments: str) -> int:
     try:
         return main([*arguments])
     finally:
-        faulthandler.cancel_dump_traceback_later()
         if dist.is_initialized():
             dist.destroy_process_group()
 

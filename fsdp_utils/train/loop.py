@@ -7,7 +7,6 @@ Started again, the program resumes from its newest whole checkpoint, on any numb
 SIGUSR1 make it save and exit with code 75. `config.py` documents the settings.
 """
 
-import faulthandler
 import math
 import sys
 import time
@@ -37,7 +36,6 @@ from fsdp_utils.train.model import build_model, parallelize
 from fsdp_utils.train.ranks import process_group, ranks, sum_of_all, training_device
 
 _EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: come again, and it goes on
-_END_S = 60.0  # from a failure to the end of its process, at most
 
 
 class Progress(NamedTuple):
@@ -248,8 +246,6 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         progress = _run(arguments)
     except Exception as error:
-        # A process group that lost a rank, or a save, can hold up the end of a process.
-        faulthandler.dump_traceback_later(_END_S, exit=True)
         if not isinstance(error, (ConfigError, CheckpointError, NotFinite)):
             raise
         if get_local_rank() == 0:  # told once on each host
