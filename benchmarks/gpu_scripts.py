@@ -22,7 +22,7 @@ from fsdp_utils.answers import explain
 
 SCRIPT = r"# ## The script\n.*?# ```python\n(.*?)# ```\n# ```text\n(.*?)# ```\n"
 # All ranks on one GPU: gloo allows it, and sends CUDA tensors.
-SHARED = "import os\nos.environ['LOCAL_RANK'] = '0'\n"
+SHARED = "import os; os.environ['LOCAL_RANK'] = '0'; "  # on the first line: the lines keep their numbers
 
 
 def run_script(lesson: Path, ranks: int) -> Result:
