@@ -39,7 +39,7 @@ def run_script(lesson: Path, ranks: int) -> Result:
             subprocess.run(
                 [sys.executable, "-W", "ignore", "-m", *command],
                 cwd=folder,
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
                 capture_output=True,
                 text=True,
                 timeout=100,
@@ -51,8 +51,8 @@ def run_script(lesson: Path, ranks: int) -> Result:
         found["prints"] = done.stdout.splitlines()[-20:]
     if done.returncode:
         found["errors"] = [
-            line for line in done.stderr.splitlines() if re.search("Error|exitcode|SIG", line)
-        ][:8]
+            line for line in done.stderr.splitlines() if re.search("Error|exitcode|^Fatal|^  File", line)
+        ][:12]
     try:
         found["doctor"] = [one["id"] for one in json.loads(examined.stdout)["findings"]]
     except ValueError:
@@ -64,7 +64,7 @@ def scripts(device: torch.device) -> dict[str, Callable[[], Result]]:
     """Do the lessons' scripts run on four ranks of a GPU, and print what they print on four CPU ranks?"""
     lessons = sorted((ROOT / "notebooks" / "src").glob("[0-9]*.py"))
     ranks, lessons = (4, lessons) if device.type == "cuda" else (1, lessons[:1])
-    pool = ThreadPoolExecutor(4)
+    pool = ThreadPoolExecutor(8)
     return {
         f"lesson {int(lesson.name[:2])}": pool.submit(run_script, lesson, ranks).result for lesson in lessons
     }
