@@ -201,7 +201,8 @@ class Evidence:
         return self._reports(*_GATHERS)
 
     def ranks_part(self) -> list[str]:
-        return [] if self._reports(*_GATHERS, "has left the block") else self._reports("")
+        # a rank that left it by an exception is told with its traceback
+        return [] if self._reports(*_GATHERS, "has left the block", "left the block by") else self._reports("")
 
     def unweighted_loss(self) -> Iterator[Any]:
         for number, steps, told in self._each("labels", "told"):

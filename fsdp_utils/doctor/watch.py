@@ -371,7 +371,7 @@ class Watch:
         """Find the models, and listen to them."""
         self._models.find()
         roots = self._models.roots
-        if self._planned and roots:
+        if self._planned and len(roots) == 1:  # a plan would leave out the memory of the others
             self._planned.root, self._planned.optimizer = roots[0], self._optimizers[0]
         both = {"scaled": params(self._optimizers[0]), "bystanders": self._models.left_out}
         self._sampled = {
