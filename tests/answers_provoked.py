@@ -1653,3 +1653,11 @@ from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
 one, model, full = accelerator(), sharded(), {}
 with mock.patch("accelerate.Accelerator.is_main_process", True):
     fsdp2_load_full_state_dict(one, model, full)
+
+# %% too-many-open-files
+import resource
+import socket
+
+few, (_, hard) = len(list(Path("/proc/self/fd").iterdir())) + 20, resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+sockets = [socket.socket() for _ in range(few)]
