@@ -1661,3 +1661,9 @@ import socket
 few, (_, hard) = len(list(Path("/proc/self/fd").iterdir())) + 20, resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
 sockets = [socket.socket() for _ in range(few)]
+
+# %% accelerate-nothing-left-to-shard
+from accelerate.parallelism_config import ParallelismConfig
+
+one = accelerator()
+ParallelismConfig(tp_size=2)._validate_accelerator(one)
