@@ -1667,3 +1667,9 @@ from accelerate.parallelism_config import ParallelismConfig
 
 one = accelerator()
 ParallelismConfig(tp_size=2)._validate_accelerator(one)
+
+# %% fsdp1-state-dict-config-of-another-kind
+from torch.distributed.fsdp import ShardedStateDictConfig
+
+model = FSDP(blocks())
+FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, ShardedStateDictConfig())
