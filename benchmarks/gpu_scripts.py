@@ -51,7 +51,9 @@ def run_script(lesson: Path, ranks: int) -> Result:
         found["prints"] = done.stdout.splitlines()[-20:]
     if done.returncode:
         found["errors"] = [
-            line for line in done.stderr.splitlines() if re.search("Error|exitcode|^Fatal|^  File", line)
+            re.sub(r"/\S*/(?=torch/|fsdp_utils/|python)", "", line)
+            for line in done.stderr.splitlines()
+            if re.search("Error|exitcode|^Fatal|^  File", line)
         ][:12]
     try:
         found["doctor"] = [one["id"] for one in json.loads(examined.stdout)["findings"]]

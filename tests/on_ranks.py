@@ -37,21 +37,6 @@ def case(name: object) -> Iterator[None]:
         raise AssertionError(f"case {name!r}: {error}") from error
 
 
-def together(*checks: Callable[[], None], world_size: int = 2, timeout: float = 100) -> Callable[[], None]:
-    """A test that calls these functions, one after the other, on ranks which start once: starts take long."""
-
-    def on_each() -> None:
-        for check in checks:
-            torch.manual_seed(0)
-            with case(check.__name__):
-                check()
-
-    def test() -> None:
-        run_on_ranks(on_each, world_size=world_size, timeout=timeout)
-
-    return test
-
-
 @contextmanager
 def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
     """Make this process one rank of a process group whose other ranks do not exist."""

@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from fsdp_utils import run_on_ranks
 from fsdp_utils.distributed import agree
-from tests.on_ranks import together
+from tests.on_ranks import Together
+
+on_two, on_three = Together(2), Together(3)
 
 
 class RoomError(RuntimeError):
@@ -55,7 +57,8 @@ def fails_on_1(error: Exception) -> Callable[[], None]:
 ZERO = "ZeroDivisionError: integer division or modulo by zero"
 
 
-def a_failure_on_one_rank_is_the_same_error_on_all_and_they_go_on() -> None:
+@on_two
+def test_a_failure_on_one_rank_is_the_same_error_on_all_and_they_go_on() -> None:
     ranks = enter()
     for call in (ranks.all, ranks.each):
         said = told(partial(call, fails_on_1(ValueError("no"))))
@@ -84,14 +87,16 @@ FACTS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def facts_that_differ_or_fail_are_named_on_all_ranks() -> None:
+@on_two
+def test_facts_that_differ_or_fail_are_named_on_all_ranks() -> None:
     for expected, facts in FACTS.items():
         kind, text = told(partial(enter, facts))
         assert kind == "RoomError"
         assert text.startswith(f"enter: {expected}")
 
 
-def a_rank_that_leaves_is_noticed_at_once() -> None:
+@on_two
+def test_a_rank_that_leaves_is_noticed_at_once() -> None:
     for exchange in ("all", "each", "first", "same"):
         ranks = enter(wait_s=60)
         if rank() == 1:
@@ -111,7 +116,8 @@ def in_guard(ranks: Any, exchange: str) -> None:
         ranks.each(rank)  # rank 0 waits for nobody in `first`
 
 
-def what_fails_inside_the_guard_is_the_error_of_all_whoever_else_knows_the_group() -> None:
+@on_two
+def test_what_fails_inside_the_guard_is_the_error_of_all_whoever_else_knows_the_group() -> None:
     def body() -> None:
         earlier, ranks = enter(wait_s=60), enter(wait_s=60)
         with ranks.guard():
@@ -125,15 +131,8 @@ def what_fails_inside_the_guard_is_the_error_of_all_whoever_else_knows_the_group
     assert time.monotonic() - begun < 5
 
 
-test_on_two_ranks = together(
-    a_failure_on_one_rank_is_the_same_error_on_all_and_they_go_on,
-    facts_that_differ_or_fail_are_named_on_all_ranks,
-    a_rank_that_leaves_is_noticed_at_once,
-    what_fails_inside_the_guard_is_the_error_of_all_whoever_else_knows_the_group,
-)
-
-
-def entries_that_differ_are_named_with_the_ranks_of_each_value() -> None:
+@on_three
+def test_entries_that_differ_are_named_with_the_ranks_of_each_value() -> None:
     ranks = enter()
     common = {f"entry {number}": "equal" for number in range(1000)}
     _, values = told(lambda: ranks.same("state", common | {"a": str(rank() % 2)}))
@@ -150,20 +149,14 @@ def entries_that_differ_are_named_with_the_ranks_of_each_value() -> None:
     ranks.same("state", common)
 
 
-def however_short_the_wait_absent_ranks_are_named_and_all_find_together_again() -> None:
+@on_three
+def test_however_short_the_wait_absent_ranks_are_named_and_all_find_together_again() -> None:
     if rank() < 2:
         _, text = told(lambda: enter(wait_s=1e-3))
         assert text.startswith("enter: expected all 3 ranks to enter it, found only rank"), text
         assert "after 0.001 s; missing: rank" in text
     dist.barrier()
     assert enter(wait_s=20).all(rank) == [0, 1, 2]
-
-
-test_on_three_ranks = together(
-    entries_that_differ_are_named_with_the_ranks_of_each_value,
-    however_short_the_wait_absent_ranks_are_named_and_all_find_together_again,
-    world_size=3,
-)
 
 
 BYTES_ACKED = 120  # offset in Linux's struct tcp_info

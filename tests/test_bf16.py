@@ -19,7 +19,9 @@ import torch.distributed as dist
 
 from fsdp_utils import bf16_support
 from fsdp_utils.bf16 import main
-from tests.on_ranks import case, one_rank, together
+from tests.on_ranks import Together, case, one_rank
+
+on_two = Together(2)
 
 
 @contextmanager
@@ -108,7 +110,8 @@ def test_asking_never_raises_on_this_machine(device: str | None) -> None:
 # ---- the ranks and the network
 
 
-def all_ranks_and_a_real_all_reduce_are_asked() -> None:
+@on_two
+def test_all_ranks_and_a_real_all_reduce_are_asked() -> None:
     with a_cpu(avx512_bf16=True):
         support = bf16_support("cpu")
     assert (support.ready, support.compute, support.network) == (True, "native", True)
@@ -119,7 +122,8 @@ def all_ranks_and_a_real_all_reduce_are_asked() -> None:
     assert any(reason.startswith("rank 1: ") and "no instructions" in reason for reason in support.reasons)
 
 
-def a_network_that_fails_on_one_rank_is_told_on_all() -> None:
+@on_two
+def test_a_network_that_fails_on_one_rank_is_told_on_all() -> None:
     real = dist.all_reduce
 
     def raises(tensor: torch.Tensor, **options: Any) -> Any:
@@ -181,7 +185,8 @@ def test_an_all_reduce_that_never_ends_is_told_and_aborted_and_not_waited_for() 
     assert not stuck.waited
 
 
-def a_rank_that_does_not_ask_is_not_waited_for_forever() -> None:
+@on_two
+def test_a_rank_that_does_not_ask_is_not_waited_for_forever() -> None:
     if dist.get_rank() == 0:
         with patch("fsdp_utils.precision.bf16.LIMIT_S", 1.0):
             support = bf16_support("cpu")
@@ -190,7 +195,8 @@ def a_rank_that_does_not_ask_is_not_waited_for_forever() -> None:
     dist.barrier()
 
 
-def under_a_launcher_the_command_checks_the_network_too() -> None:
+@on_two
+def test_under_a_launcher_the_command_checks_the_network_too() -> None:
     """As a rank under torchrun would; it comes last, as the group of run_on_ranks is given up for it."""
     rank, port = dist.get_rank(), [0]
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -201,14 +207,6 @@ def under_a_launcher_the_command_checks_the_network_too() -> None:
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port[0]}
     with patch.dict(os.environ, {key: str(value) for key, value in variables.items()}), a_cpu(amx_bf16=True):
         assert main(["--device", "cpu"]) == 0
-
-
-test_on_ranks = together(
-    all_ranks_and_a_real_all_reduce_are_asked,
-    a_network_that_fails_on_one_rank_is_told_on_all,
-    a_rank_that_does_not_ask_is_not_waited_for_forever,
-    under_a_launcher_the_command_checks_the_network_too,
-)
 
 
 @pytest.mark.parametrize(

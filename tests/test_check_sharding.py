@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fsdp_utils import ChildTuningAdamW, check_sharding, shard, transformer_block_classes
-from tests.on_ranks import case, together
+from tests.on_ranks import Together, case
 from tests.sharded import HandWritten, fsdp1, hand_written_batch, whole
+
+on_two = Together(2)
 
 
 def fsdp1_by_block(model: nn.Module, **options: Any) -> nn.Module:
@@ -124,7 +126,8 @@ UNITS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 }
 
 
-def units_are_chosen_well() -> None:
+@on_two
+def test_units_are_chosen_well() -> None:
     for name, (make, expected) in UNITS.items():
         with case(name):
             assert_said(check_sharding(make()), expected)
@@ -154,7 +157,8 @@ def sgd(*models: nn.Module) -> torch.optim.Optimizer:
 STRANGERS = "^The optimizer holds {} parameters that are not the sharded model's.*after sharding"
 
 
-def an_optimizer_from_before_sharding() -> None:
+@on_two
+def test_an_optimizer_from_before_sharding() -> None:
     for wrap in (shard, fsdp1_by_block):
         model = HandWritten()
         optimizer = sgd(model)
@@ -162,7 +166,8 @@ def an_optimizer_from_before_sharding() -> None:
         assert not changes(model, optimizer)  # what the message says
 
 
-def an_optimizer_of_gathered_parameters() -> None:
+@on_two
+def test_an_optimizer_of_gathered_parameters() -> None:
     """After an evaluation the root stays gathered, and model.parameters() gives what is freed later."""
     model = shard(HandWritten())
     with torch.no_grad():
@@ -180,7 +185,8 @@ def an_optimizer_of_gathered_parameters() -> None:
     assert not torch.equal(whole(model.embedding.weight.detach()), weight)
 
 
-def the_right_optimizer_is_no_problem_at_any_time() -> None:
+@on_two
+def test_the_right_optimizer_is_no_problem_at_any_time() -> None:
     model = shard(HandWritten(), strategy="grad_op")
     optimizer = sgd(model)
     assert check_sharding(model, optimizer) == []
@@ -201,7 +207,8 @@ class WithMasters(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None: ...
 
 
-def parameters_in_bf16_without_masters() -> None:
+@on_two
+def test_parameters_in_bf16_without_masters() -> None:
     held = r"^4 trainable parameters are held in bfloat16 \(such as 0\.weight\), and {} keeps no float32"
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
     nn.init.normal_(model[0].weight, std=0.02)
@@ -226,7 +233,8 @@ def parameters_in_bf16_without_masters() -> None:
 # ---- gradient sync ----
 
 
-def gradient_sync_that_was_left_off() -> None:
+@on_two
+def test_gradient_sync_that_was_left_off() -> None:
     def assert_off(model: nn.Module, units: int) -> None:
         mend = r"model\.set_requires_gradient_sync\(True\)"
         off = rf"^Gradient sync is off in {units} units \(such as \(root\)\): .*{mend}"
@@ -247,7 +255,8 @@ def gradient_sync_that_was_left_off() -> None:
         assert check_sharding(wrapped) == []
 
 
-def fsdp1_with_shard_groups_of_one_rank_does_not_sync() -> None:
+@on_two
+def test_fsdp1_with_shard_groups_of_one_rank_does_not_sync() -> None:
     """https://github.com/volcengine/verl/issues/7493"""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     strategy = ShardingStrategy.HYBRID_SHARD
@@ -266,7 +275,8 @@ def fsdp1_with_shard_groups_of_one_rank_does_not_sync() -> None:
 # ---- copies that differ between ranks ----
 
 
-def replicas_that_differ_are_named() -> None:
+@on_two
+def test_replicas_that_differ_are_named() -> None:
     for make, name in ((hybrid, "embedding.weight"), (lambda: DDP(HandWritten()), "module.embedding.weight")):
         model = make()
         with torch.no_grad():
@@ -280,7 +290,8 @@ def replicas_that_differ_are_named() -> None:
         assert_said(check_sharding(model), [said])
 
 
-def buffers_and_ignored_parameters_that_differ_are_named() -> None:
+@on_two
+def test_buffers_and_ignored_parameters_that_differ_are_named() -> None:
     torch.manual_seed(dist.get_rank())  # shards of two seeds make up one model
     model = HandWritten()
     model.head[0] = nn.Sequential(nn.BatchNorm1d(8, affine=False), nn.Linear(8, 8))
@@ -307,7 +318,8 @@ def buffers_and_ignored_parameters_that_differ_are_named() -> None:
     assert_said(check_sharding(shard(named)), [differ])
 
 
-def correct_programs_raise_no_alarm() -> None:
+@on_two
+def test_correct_programs_raise_no_alarm() -> None:
     rank = dist.get_rank()
     torch.manual_seed(rank)
     alone: Any = HandWritten()  # each rank trains a model of its own
@@ -322,7 +334,8 @@ def correct_programs_raise_no_alarm() -> None:
         assert check_sharding(odd) == []
 
 
-def a_rank_that_checks_alone_is_told_so_and_does_not_hang() -> None:
+@on_two
+def test_a_rank_that_checks_alone_is_told_so_and_does_not_hang() -> None:
     model = shard(HandWritten())
     if dist.get_rank() == 0:
         start = time.monotonic()
@@ -335,20 +348,3 @@ def a_rank_that_checks_alone_is_told_so_and_does_not_hang() -> None:
         model.register_buffer("own", torch.zeros(2))
     dist.barrier()
     assert check_sharding(model) == []
-
-
-test_models_and_optimizers = together(
-    units_are_chosen_well,
-    an_optimizer_from_before_sharding,
-    an_optimizer_of_gathered_parameters,
-    the_right_optimizer_is_no_problem_at_any_time,
-    parameters_in_bf16_without_masters,
-    gradient_sync_that_was_left_off,
-    fsdp1_with_shard_groups_of_one_rank_does_not_sync,
-)
-test_copies = together(
-    replicas_that_differ_are_named,
-    buffers_and_ignored_parameters_that_differ_are_named,
-    correct_programs_raise_no_alarm,
-    a_rank_that_checks_alone_is_told_so_and_does_not_hang,
-)

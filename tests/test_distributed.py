@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from fsdp_utils import get_local_rank, get_rank, get_world_size, rank0_first, sampler
-from tests.on_ranks import together
+from tests.on_ranks import Together
+
+on_two = Together(2)
 
 TORCHRUN = {"RANK": "7", "WORLD_SIZE": "16", "LOCAL_RANK": "3"}
 SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
@@ -52,7 +54,8 @@ def test_before_there_is_a_group_the_launcher_is_believed(
 # ---- on two ranks --------------------------------------------------------------------------------------
 
 
-def rank_0_goes_first_and_the_others_see_what_it_did() -> None:
+@on_two
+def test_rank_0_goes_first_and_the_others_see_what_it_did() -> None:
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     for turn in range(3):
@@ -63,7 +66,8 @@ def rank_0_goes_first_and_the_others_see_what_it_did() -> None:
             done.touch()
 
 
-def when_rank_0_fails_the_others_raise_that_and_do_not_run() -> None:
+@on_two
+def test_when_rank_0_fails_the_others_raise_that_and_do_not_run() -> None:
     def fail(fails: Callable[[], Any]) -> None:
         with rank0_first(timeout=30):
             assert get_rank() == 0
@@ -80,27 +84,21 @@ def when_rank_0_fails_the_others_raise_that_and_do_not_run() -> None:
             assert "fails()" in str(caught.value.__cause__)  # the line
 
 
-def the_wait_for_rank_0_has_a_limit() -> None:
+@on_two
+def test_the_wait_for_rank_0_has_a_limit() -> None:
     if get_rank() == 1:
         with pytest.raises(TimeoutError, match=r"rank 1 waited 0\.2 s"), rank0_first(timeout=0.2):
             pass
     dist.barrier()
 
 
-def ranks_share_the_order_of_one_process_and_take_equally_many_steps() -> None:
+@on_two
+def test_ranks_share_the_order_of_one_process_and_take_equally_many_steps() -> None:
     alone = list(DistributedSampler(range(10), 1, 0, seed=3))
     assert list(sampler(range(10), seed=3)) == alone[get_rank() :: 2]
     assert (len(list(sampler(range(5)))), len(list(sampler(range(5), drop_last=True)))) == (3, 2)
     os.environ.update(RANK="7", WORLD_SIZE="16")  # the group is believed before the environment
     assert who_am_i() == (dist.get_rank(), 2, dist.get_rank())
-
-
-test_on_two_ranks = together(
-    rank_0_goes_first_and_the_others_see_what_it_did,
-    when_rank_0_fails_the_others_raise_that_and_do_not_run,
-    the_wait_for_rank_0_has_a_limit,
-    ranks_share_the_order_of_one_process_and_take_equally_many_steps,
-)
 
 
 # ---- alone ---------------------------------------------------------------------------------------------

@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
 from fsdp_utils import check_sharding, shard
-from tests.on_ranks import case, together
+from tests.on_ranks import Together, case
 from tests.sharded import Block, HandWritten, assert_trains_alike, fsdp1, hand_written_batch, whole
+
+on_two, on_four = Together(2), Together(4)
 
 
 def hybrid_mesh(*shape: int) -> Any:
@@ -76,13 +78,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], d
 }
 
 
-def has_the_loss_and_gradients_of_the_unsharded_one() -> None:
+@on_two
+def test_has_the_loss_and_gradients_of_the_unsharded_one() -> None:
     for name, (make, batch, options) in MODELS.items():
         with case(name):
             assert_trains_alike(make, batch, **{"units": 5 if name == "of torch" else 4, **options})
 
 
-def which_modules_share_a_unit() -> None:
+@on_two
+def test_which_modules_share_a_unit() -> None:
     def units(model: nn.Module) -> list[list[str]]:
         by_state: dict[Any, list[str]] = {}
         for name, module in model.named_modules():
@@ -95,7 +99,8 @@ def which_modules_share_a_unit() -> None:
     assert units(shard(checkpoint_wrapped())) == [*blocks, ["FSDPHandWritten "]]
 
 
-def the_strategy_decides_what_stays_gathered_after_forward() -> None:
+@on_two
+def test_the_strategy_decides_what_stays_gathered_after_forward() -> None:
     for strategy, is_freed in (("full", True), ("grad_op", False)):
         model = shard(HandWritten(), strategy=strategy)
         model(**hand_written_batch())
@@ -105,7 +110,8 @@ def the_strategy_decides_what_stays_gathered_after_forward() -> None:
         assert isinstance(inner.embedding.weight, DTensor) is is_freed
 
 
-def policies_reach_every_unit() -> None:
+@on_two
+def test_policies_reach_every_unit() -> None:
     model = shard(
         HandWritten(),
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32),
@@ -126,7 +132,8 @@ def policies_reach_every_unit() -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {output.dtype} == {torch.float32}
 
 
-def a_torch_whose_gloo_adds_gradients_up_is_refused() -> None:
+@on_two
+def test_a_torch_whose_gloo_adds_gradients_up_is_refused() -> None:
     with patch.object(torch, "__version__", TorchVersion("2.9.0")):
         shard(HandWritten())
     expected = "^shard: on ranks that talk through gloo, FSDP2 expects torch 2.9 or later"
@@ -140,7 +147,8 @@ def a_torch_whose_gloo_adds_gradients_up_is_refused() -> None:
 # ---- replicas ----
 
 
-def hybrid_shards_within_a_host_and_replicas_get_the_first_ones_values() -> None:
+@on_four
+def test_hybrid_shards_within_a_host_and_replicas_get_the_first_ones_values() -> None:
     options: dict[str, Any] = {"mesh": hybrid_mesh(2, 2), "strategy": "hybrid"}
     assert_trains_alike(HandWritten, hand_written_batch, 4, **options)
     torch.manual_seed(0)
@@ -157,7 +165,8 @@ def hybrid_shards_within_a_host_and_replicas_get_the_first_ones_values() -> None
     assert check_sharding(model) == []
 
 
-def replicas_that_cannot_be_made_equal_are_refused_on_every_rank() -> None:
+@on_two
+def test_replicas_that_cannot_be_made_equal_are_refused_on_every_rank() -> None:
     rank = dist.get_rank()
     for device, size in (("meta" if rank else "cpu", 0), ("cpu", 2 + rank)):
         with torch.device(device):
@@ -199,7 +208,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
 }
 
 
-def what_cannot_be_sharded_is_refused_before_anything_changes() -> None:
+@on_two
+def test_what_cannot_be_sharded_is_refused_before_anything_changes() -> None:
     def parts(model: nn.Module) -> list[Any]:
         return [part for module in model.modules() for part in (type(module), *module._parameters.values())]
 
@@ -212,7 +222,8 @@ def what_cannot_be_sharded_is_refused_before_anything_changes() -> None:
             assert all(new is old for new, old in zip(parts(model), before, strict=True))
 
 
-def torch_says_what_was_sharded_before() -> None:
+@on_two
+def test_torch_says_what_was_sharded_before() -> None:
     for change in (shard, lambda model: fully_shard(model.blocks[1])):
         change(model := HandWritten())
         with pytest.raises(AssertionError, match="fully_shard has already been applied to the following"):
@@ -234,25 +245,10 @@ class Uncalled(nn.Module):
         self.blocks = Listed([Block(), Block()])
 
 
-def unusual_models_are_sharded() -> None:
+@on_two
+def test_unusual_models_are_sharded() -> None:
     model = HandWritten()
     fully_shard(model.embedding)  # other modules than blocks may be units already
     fully_shard(model.blocks[0].mlp)
     for unusual in (Listed([Block(), Block()]), Uncalled(), model):
         assert check_sharding(shard(unusual)) == []
-
-
-test_on_two_ranks = together(
-    has_the_loss_and_gradients_of_the_unsharded_one,
-    which_modules_share_a_unit,
-    the_strategy_decides_what_stays_gathered_after_forward,
-    policies_reach_every_unit,
-    a_torch_whose_gloo_adds_gradients_up_is_refused,
-    replicas_that_cannot_be_made_equal_are_refused_on_every_rank,
-    what_cannot_be_sharded_is_refused_before_anything_changes,
-    torch_says_what_was_sharded_before,
-    unusual_models_are_sharded,
-)
-test_on_four_ranks = together(
-    hybrid_shards_within_a_host_and_replicas_get_the_first_ones_values, world_size=4
-)

@@ -24,8 +24,10 @@ from fsdp_utils import (
     verify_checkpoint,
 )
 from fsdp_utils.collectives import record_collectives
-from tests.on_ranks import fake_group, together
+from tests.on_ranks import Together, fake_group, on_ranks
 from tests.sharded import HandWritten, loss_of, whole
+
+on_two = Together(2)
 
 CHECKPOINTING = ["full", "selective", 2]
 
@@ -165,7 +167,8 @@ def checkpointed(checkpointing: Any, *, compiled: bool = False) -> tuple[Any, ..
     return loss.item(), grads, gathers, sum(kept), counter.get_total_flops()
 
 
-def a_checkpointed_model_trains_alike_and_keeps_less() -> None:
+@on_two
+def test_a_checkpointed_model_trains_alike_and_keeps_less() -> None:
     loss, grads, gathers, kept, flops = checkpointed(None)
     found = {how: checkpointed(how) for how in CHECKPOINTING}
     for other_loss, other_grads, other_gathers, _, _ in found.values():
@@ -177,7 +180,8 @@ def a_checkpointed_model_trains_alike_and_keeps_less() -> None:
     assert flops < found["selective"][4] < found["full"][4]
 
 
-def compiled_blocks_may_be_checkpointed() -> None:
+@on_ranks(timeout=100)  # alone: it compiles
+def test_compiled_blocks_may_be_checkpointed() -> None:
     loss, grads, gathers, _, _ = checkpointed(None)
     compiled = checkpointed("selective", compiled=True)
     assert compiled[0] == pytest.approx(loss, rel=1e-6)
@@ -185,7 +189,8 @@ def compiled_blocks_may_be_checkpointed() -> None:
     torch.testing.assert_close(compiled[1], grads)
 
 
-def a_cache_of_keys_and_values_is_left_out() -> None:
+@on_two
+def test_a_cache_of_keys_and_values_is_left_out() -> None:
     from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=32, n_embd=16, n_layer=3, n_head=2, bos_token_id=1, eos_token_id=2)
@@ -216,9 +221,3 @@ def test_checkpointing_that_cannot_be_is_refused(value: Any) -> None:
         with pytest.raises(ValueError, match=f"expected checkpointing to be None, .* found {value!r}"):
             shard(model, checkpointing=value)
         assert not any(isinstance(p, DTensor) for p in model.parameters())
-
-
-test_checkpointing = together(
-    a_checkpointed_model_trains_alike_and_keeps_less, a_cache_of_keys_and_values_is_left_out
-)
-test_compiled = together(compiled_blocks_may_be_checkpointed)

@@ -12,9 +12,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_utils import check_sharding, shard, transformer_block_classes
-from tests.on_ranks import case, together
+from tests.on_ranks import Together, case
 from tests.sharded import Block, HandWritten, assert_trains_alike, fsdp1, loss_of
 from tests.tiny_transformers import HIDDEN, TINY, VOCABULARY, text
+
+on_two = Together(2)
 
 
 def names_of(model: nn.Module) -> set[str]:
@@ -144,14 +146,16 @@ def test_they_are_found_in_models_of_transformers(make: Callable[[], nn.Module],
 # ---- sharded by them ----
 
 
-def each_family_is_sharded_by_its_blocks_and_has_the_loss_and_gradients_of_the_unsharded() -> None:
+@on_two
+def test_each_family_is_sharded_by_its_blocks_and_has_the_loss_and_gradients_of_the_unsharded() -> None:
     for family, tiny in TINY.items():
         with case(family):
             assert names_of(tiny.make()) == tiny.blocks
             assert_trains_alike(tiny.make, tiny.batch, tiny.number + 1)
 
 
-def the_policy_makes_each_block_a_unit_of_fsdp1() -> None:
+@on_two
+def test_the_policy_makes_each_block_a_unit_of_fsdp1() -> None:
     for family, use_orig_params in (("llama", False), ("t5", True)):
         tiny = TINY[family]
         model = tiny.make().eval()
@@ -165,7 +169,8 @@ def the_policy_makes_each_block_a_unit_of_fsdp1() -> None:
         assert check_sharding(model) == []
 
 
-def tied_weights_are_in_two_units() -> None:
+@on_two
+def test_tied_weights_are_in_two_units() -> None:
     tied = "lm_head.weight and model.embed_tokens.weight are tied but in two units, {}: "
     model = TINY["qwen3, tied"].make()
     fully_shard(model.lm_head)
@@ -178,11 +183,3 @@ def tied_weights_are_in_two_units() -> None:
     policy = ModuleWrapPolicy({nn.Embedding, *transformer_block_classes(model)})
     (message,) = check_sharding(fsdp1(model, auto_wrap_policy=policy))
     assert message.startswith(tied.format("(root) and model.embed_tokens"))
-
-
-test_on_ranks = together(
-    each_family_is_sharded_by_its_blocks_and_has_the_loss_and_gradients_of_the_unsharded,
-    the_policy_makes_each_block_a_unit_of_fsdp1,
-    tied_weights_are_in_two_units,
-    timeout=110,
-)

@@ -245,9 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the program. Returns 0 finished, 75 stopped by a signal and saved, 1 failed, 2 not begun."""
     try:
         progress = _run(arguments)
-    except Exception as error:
-        if not isinstance(error, (ConfigError, CheckpointError, NotFinite)):
-            raise
+    except (ConfigError, CheckpointError, NotFinite) as error:
         if get_local_rank() == 0:  # told once on each host
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1

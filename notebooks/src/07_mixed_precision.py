@@ -406,8 +406,9 @@ plots.show(fig, alt="Loss over 250 steps: three ways fall together, the model ma
 # %% jupyter={"source_hidden": true}
 moved = {lr: of_jobs[lr, "made in bf16"][1] for lr in (1e-5, 1e-4, 1e-3)}
 Table(["learning rate", *(f"loss, {way}" for way in ways), "made in bf16: moved after 50 steps", "after 250"],
-      [[f"{lr:g}", *(f"{of_jobs[lr, way][0][-1]:.3f}" for way in ways), f"{shares[49]:.1%}", f"{shares[-1]:.1%}"]
-       for lr, shares in moved.items()])
+      [[f"{lr:g}", *(f"{of_jobs[lr, way][0][-1]:.{3 if lr < 1e-3 else 2}f}" for way in ways),
+       *(f"{share:.{1 if share < 0.5 else 0}%}" for share in (shares[49], shares[-1]))]
+      for lr, shares in moved.items()])
 
 # %% [markdown]
 # All start at 1.084, and under the policy the loss stays that of fp32. **Without `reduce_dtype`** it is, too: 250

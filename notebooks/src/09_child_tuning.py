@@ -732,7 +732,7 @@ panels[0].set_ylabel("% of unseen images right")
 panels[0].legend(loc="lower left")
 plots.show(fig, alt="Accuracy by learning rate of five ways; over √p times the rate, mode F begins on all weights.")
 
-# %%
+# %% tags=["nbval-ignore-output"]
 Table(["at its best rate", "right", "points against all weights, 95%"], rows)
 
 # %% [markdown]

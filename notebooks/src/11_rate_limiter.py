@@ -144,11 +144,11 @@ lesson.card(
 # FSDP1 waits 13 times, so up to 16 - 13 = 3 units hold memory; then it waits before each all-gather, and three it
 # stays. On a CPU the waits end at once: the output shows who waits, not for how long.
 #
-# On GPUs the script also prints two peaks of memory; we have not run that part. Both fall when Python frees a
-# tensor, except for FSDP1's parameters: `record_stream` (next section) keeps them `active` until the GPU has
-# finished with them. A user of FSDP1 whose memory ran out (7B parameters, 16 A100)
-# [measured](https://github.com/pytorch/pytorch/issues/104509) 7.3 s a step without the limiter and 46 **retries**,
-# in which PyTorch stops to give cached memory back; with it 5.0 s and none. A LLaMA of 7B had none without it.
+# On GPUs the script also prints two peaks of memory. Both fall when Python frees a tensor, except for FSDP1's
+# parameters: `record_stream` (next section) keeps them `active` until the GPU has finished with them. A user of FSDP1
+# whose memory ran out (7B parameters, 16 A100) [measured](https://github.com/pytorch/pytorch/issues/104509)
+# 7.3 s a step without the limiter and 46 **retries**, in which PyTorch stops to give cached memory back; with it
+# 5.0 s and none. A LLaMA of 7B had none without it.
 #
 # ## Why FSDP1's blocks do not come back
 #
@@ -171,6 +171,28 @@ lesson.card(
 # FSDP1's streams could wait as well, for a unit's computation in place of a copy. That was
 # [proposed](https://github.com/pytorch/pytorch/pull/108234) in 2023; the CPU still waits in torch 2.13.
 #
+# The table is measured: the peak of `active` memory and the time of a forward pass through 32 units of 256 MiB in
+# bf16, without gradients. One H200 is one rank of 64, whose all-gathers allocate but send nothing (torch 2.11).
+
+# %% tags=["on-a-gpu"] jupyter={"source_hidden": true}
+from fsdp_utils.lessons import recorded
+from fsdp_utils.lessons.tables import Table
+
+measured = {row["setting"]: row for row in recorded.load("fsdp1")["results"]["rows"]}
+ways, sizes, rows = ("FSDP1", "FSDP1, no limit", "FSDP2"), (256, 4096, 16384), []
+for way in ways:
+    runs = [measured[f"{way}, {size} tokens"] for size in sizes]
+    rows.append([way, *(f"{run['peak_active_gib']:.2f} GiB, {1e3 * run['seconds']:.0f} ms" for run in runs)])
+held = {way: [round(measured[f"{way}, {size} tokens"]["peak_active_gib"] * 4) for size in sizes] for way in ways}
+assert held["FSDP1, no limit"] == [blocks + more for blocks, more in zip(held["FSDP1"], (0, 7, 7))]
+assert held["FSDP2"][1:] == held["FSDP1"][1:] and held["FSDP2"][0] == 3 * held["FSDP1"][0]
+Table(["on one H200", *(f"{size:,} tokens" for size in sizes)], rows)
+
+# %% [markdown]
+# With 256 tokens the CPU is the slower one. FSDP1 then holds one block in any case, and the limiter's calls cost time.
+# With more tokens the CPU gets ahead, and without the limiter FSDP1 holds seven blocks more (1.75 GiB). **FSDP2 holds
+# as much as FSDP1 with its limiter once the CPU is ahead, three blocks, and always three.**
+#
 # ## What the wait costs
 #
 # The next cell simulates a forward pass of 32 units, in computations of one unit. All-gathers take 0.5 each (alike),
@@ -180,8 +202,6 @@ lesson.card(
 
 # %% tags=["replay"]
 import random
-
-from fsdp_utils.lessons.tables import Table
 
 
 def simulate(limit, gathers, pause=0.0, fsdp2=False):
