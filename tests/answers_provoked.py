@@ -32,7 +32,7 @@ import torch.distributed.tensor.parallel as tp
 import transformers
 from accelerate import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,  # noqa: F401  for a cure
     FullyShardedDataParallel,
@@ -1604,3 +1604,72 @@ transformers.TrainingArguments(output_dir=tempfile.mkdtemp(), bf16=True)
 # %% network-interface-unknown
 os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
 dist.new_group(backend="gloo")
+
+# %% mesh-without-this-rank
+meshes = [DeviceMesh("cpu", [rank]) for rank in range(2)]
+fully_shard(blocks(), mesh=meshes[1 - dist.get_rank()])
+
+# %% fsdp1-policy-of-names
+FSDP(blocks(), auto_wrap_policy=ModuleWrapPolicy({"Linear"}))
+
+# %% fsdp1-ignored-of-another-kind
+FSDP(blocks(), ignored_states=["0.weight"])
+
+
+# %% fsdp1-child-is-wrapped
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Sequential(nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+from torch.distributed.fsdp.wrap import always_wrap_policy
+
+block = nn.Sequential(nn.Linear(8, 8))
+FSDP(nn.ModuleList([nn.Sequential(block), nn.Sequential(block)]), auto_wrap_policy=always_wrap_policy)
+
+
+# %% gradients-of-two-dtypes
+def forward(net: Net, x: Tensor, both: bool) -> Tensor:
+    return net.second(net.first(x)) if both else net.first(x)
+
+
+def make() -> Any:
+    model = Net(forward, first=nn.Linear(8, 8), second=nn.Linear(8, 8))
+    return fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+
+model = make()
+for both in (False, True):
+    model.set_requires_gradient_sync(both)
+    model(x, both).sum().backward()
+
+# %% accelerate-full-state-without-parameter
+from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
+
+one, model, full = accelerator(), sharded(), {}
+with mock.patch("accelerate.Accelerator.is_main_process", True):
+    fsdp2_load_full_state_dict(one, model, full)
+
+# %% too-many-open-files
+import resource
+import socket
+
+few, (_, hard) = len(list(Path("/proc/self/fd").iterdir())) + 20, resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+sockets = [socket.socket() for _ in range(few)]
+
+# %% accelerate-nothing-left-to-shard
+from accelerate.parallelism_config import ParallelismConfig
+
+one = accelerator()
+ParallelismConfig(tp_size=2)._validate_accelerator(one)
+
+# %% fsdp1-state-dict-config-of-another-kind
+from torch.distributed.fsdp import ShardedStateDictConfig
+
+model = FSDP(blocks())
+FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, ShardedStateDictConfig())
