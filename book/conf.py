@@ -25,6 +25,7 @@ include_patterns = ["*.md", "reference/*.rst", "reference/*.md", "notebooks/*.ip
 
 nb_execution_mode = "off"
 nb_merge_streams = True
+nb_render_markdown_format = "gfm"  # a lesson's card is a table
 nb_ipywidgets_js = {}  # no page asks another server for anything
 nb_code_prompt_show = "Show the code"
 nb_code_prompt_hide = "Fold the code"
