@@ -2,10 +2,10 @@
 # # 19 · Optimizers that need the whole matrix
 #
 # Which optimizers are right on shards, and what do I do with one that needs the whole matrix? **AdamW, SGD
-# and all others that treat each element by itself are right on any shard: leave them as they are (Rprop alone
-# raises on the parameters of `fully_shard`). Give `torch.optim.Muon` these parameters, never their local
-# parts: its step is right, but it sends each matrix many times over. Give each matrix one owner rank, as
-# `OwnedMuon` below does, and a step takes two collectives for each parameter group.**
+# and all others that treat each element by itself are right on any shard: leave them as they are (with torch's
+# defaults Rprop alone raises on the parameters of `fully_shard`). Give `torch.optim.Muon` these parameters,
+# never their local parts: its step is right, but it sends a square matrix 15 to 30 times. Give each matrix one
+# owner rank, as `OwnedMuon` below does, and a step takes two collectives for each parameter group.**
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -28,26 +28,24 @@ for axes, title in zip(panels, ("at rest, and for AdamW", "gathered: all compute
 plots.show(fig, alt="Four matrices on four ranks: sharded, gathered on every rank, and with one owner each.")
 
 # %% [markdown]
-# A drawing of four weight matrices on four ranks; the part that a rank holds is coloured. AdamW works on the
-# shards at rest. Gathered, every rank computes every matrix. With owners, each rank computes one: the shards
-# of a matrix go to its owner, and rows of the result come back.
+# A drawing of four weight matrices on four ranks; the part that a rank holds is coloured. With owners, the
+# shards of a matrix go to its owner, and rows of the result come back.
 
 # %% tags=["card"]
 lesson.card(
     19,
     learn="tell which optimizers may see shards, run Muon with one owner per matrix, and save 8-bit states",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb), [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb)",
-    minutes=(1, 30, 30),
+    minutes=(1, 34, 30),
 )
 
 # %% [markdown]
 # ## The script
 #
 # Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It takes one optimizer step on shards
-# and the same step in one process, and compares the weights. **Muon** keeps a momentum for each weight
-# matrix, as SGD does. Of momentum and gradient mixed it brings the singular values to between about 0.7 and
-# 1.2, all but the smallest, so that the step is about as long in every direction. A shard of rows has other
-# singular values than the matrix.
+# and the same step in one process, and compares the weights. **Muon** mixes each weight matrix's gradient
+# with a running mean of its gradients. It then brings all but the smallest singular values of that matrix
+# near 1, so that the step is about as long in every direction. A shard of rows has other singular values.
 #
 # ```python
 # import torch
@@ -110,13 +108,12 @@ lesson.card(
 # "Off by 0.8" is 80% of the length of the right step, and nothing raises. Plain shards come from
 # `p.to_local()`. The parameters of `fully_shard` are DTensors: they know the whole matrix's shape, and an
 # operation that needs more than the local rows fetches it. That makes the last line right, and it costs 48
-# collectives for three matrices. The rest of this lesson says which optimizers need such care, and turns the
-# 48 into 2.
+# collectives for three matrices. This lesson turns the 48 into 2.
 #
 # ## What one new weight depends on
 #
 # An optimizer is right on plain shards if all that a new weight depends on lies on that weight's rank. To see
-# what that is, change one element of the gradient and look which weights change. One process is enough:
+# it, change one element of the gradient and look which weights change, in one process:
 
 # %%
 from fsdp_utils.lessons.tables import Table
@@ -238,22 +235,20 @@ Table(
 
 # %% [markdown]
 # - The first row is element-wise. So is Rprop, but it and Adafactor write in place in a way that DTensor
-#   refuses: `in-place operations that require placement changes are not supported`. You see it at once.
+#   refuses: `in-place operations that require placement changes are not supported`. With `foreach=True`, the
+#   default on GPUs, Rprop says that `aten._foreach_copy_.default` has no `sharding strategy registered`.
 # - LBFGS flattens all parameters into one vector, which DTensor does only if the rows divide among the ranks.
-#   It also compares losses, and here each rank has its own: return the mean over the ranks from the closure.
 # - Muon computes in bf16, so two orders of summation differ by a percent or so.
 #
-# Apart from LBFGS's losses, nothing in this table is wrong without an error. On plain shards it happens, and
-# FSDP1 gives an optimizer plain shards, as does code that calls `to_local()`. Of optimizers elsewhere, Lion
-# is element-wise; LARS and LAMB take the norm of a whole matrix; SOAP and Shampoo multiply matrices. For
-# yours, ask a function:
+# Nothing in this table is wrong without an error, if LBFGS's closure returns the mean of the ranks' losses. On
+# plain shards, as `to_local()` makes them, it happens. Of optimizers elsewhere, Lion is element-wise; LARS and
+# LAMB take the norm of a whole matrix; SOAP and Shampoo multiply matrices. For yours, ask a function:
 #
 # ## Your turn 1 · Is it right on plain shards?
 #
 # Write `right_on_shards(optimizer_class)`: True if the optimizer, made by `optimizer_class([parameter],
 # lr=0.01)`, takes the same steps on a shard of rows as on the whole matrix, False if not. No process group
-# is needed: a shard is a slice of a matrix that you make. Keep the function: it judges an optimizer of
-# matrices in a second, for the cut and the options that you try.
+# is needed: a shard is a slice of a matrix that you make.
 #
 # <details><summary>Hint</summary>
 #
@@ -290,7 +285,7 @@ def column_momentum(params, lr):                            # in 4 bits, one sca
 
 
 @turn(1, {
-    "element-wise ones, accepted": exactly(4, "An element-wise optimizer was refused: its shard must have the rows and the gradients that it is compared with. (Rprop sees only a gradient's sign.)"),
+    "element-wise ones, accepted": exactly(4, "An element-wise optimizer was refused: its shard must have the rows and the gradients that it is compared with. (Rprop sees only a gradient's sign; the class's name tells nothing.)"),
     "Muon and Adafactor, refused": exactly(2, "Muon or Adafactor was accepted: the two parameters share memory, or the tolerance is larger than a step."),
     "one that errs from step 2 on, refused": exactly(1, "An optimizer with momentum in few bits, one scale for each column, was accepted: take three steps, with random gradients, on a shard of rows, and compare to within 1e-4."),
 })
@@ -301,7 +296,7 @@ def score_right(right_on_shards):
         "Muon and Adafactor, refused": (optim.Muon, optim.Adafactor),
         "one that errs from step 2 on, refused": (column_momentum,),
     }.items():
-        told = [right_on_shards(kind) for kind in kinds]
+        told = [right_on_shards(lambda params, lr, kind=kind: kind(params, lr=lr)) for kind in kinds]  # no names
         if any(str(one) not in ("True", "False", "tensor(True)", "tensor(False)") for one in told):
             raise NotYet("Return True or False.")
         found[name] = sum(bool(one) == ("accepted" in name) for one in told)
@@ -380,6 +375,10 @@ def right_on_shards(optimizer_class):                       # a shard of columns
 def right_on_shards(optimizer_class):                       # Rprop: a larger gradient of the same sign
     return reach(optimizer_class).sum() == 1
 
+# %% tags=["wrong"] turn=1 says="the class's name tells nothing"
+def right_on_shards(optimizer_class):                       # by name
+    return optimizer_class.__name__ in ("SGD", "AdamW", "Adagrad", "Rprop")
+
 # %% tags=["wrong"] turn=1 says="take three steps"
 def right_on_shards(optimizer_class):                       # one step
     matrix, gradient, trained = torch.randn(96, 48), torch.randn(96, 48), []
@@ -445,8 +444,9 @@ assert all(11 <= count <= 16 and 5 <= times <= 15 for _, count, times in rows)
 Table(["matrix", "collectives", "bytes sent, times one all-gather in bf16"], rows)
 
 # %% [markdown]
-# The table ends with a tall matrix, whose products are summed over the ranks. A larger square takes more
-# collectives. The simplest mend gathers each matrix once, before the iteration:
+# The table ends with a tall matrix, whose products are summed over the ranks. 640 x 640 sends as often as 512;
+# a square of 768 took **26 collectives and the bytes of 30 all-gathers** (measured once, on four CPU ranks).
+# Large models' matrices are larger. The simplest mend gathers each matrix once, before the iteration:
 
 # %%
 # %%ranks
@@ -464,13 +464,13 @@ def newton_schulz(matrix):                                  # [rows, columns] ->
 def gathered(matrices):                                     # list of DTensors, cut by rows -> the same in bf16
     wholes = [newton_schulz(matrix.bfloat16().full_tensor()) for matrix in matrices]
     # src_data_rank=None: each rank cuts its own copy; by default rank 0 scatters its own to all
-    return [distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for whole in wholes]
+    return [distribute_tensor(one, m.device_mesh, [Shard(0)], src_data_rank=None) for one, m in zip(wholes, matrices)]
 
 # %% [markdown]
 # Now every rank computes every matrix. Is that too much? Of a square matrix with m rows Newton-Schulz takes
 # 30 m³ FLOPs, and forward and backward take 6 m² for each token. So it adds 5 m / tokens to the work on this
 # matrix. The tokens are one rank's in a step if every rank computes the matrix, and all ranks' if one does.
-# Calculated for 8,192 tokens a rank:
+# Calculated for 8,192 tokens a rank and step:
 #
 # | m | every rank computes it | one of 8 ranks | one of 64 ranks |
 # |--:|--:|--:|--:|
@@ -479,8 +479,7 @@ def gathered(matrices):                                     # list of DTensors, 
 # | 8,192 | 500% | 62% | 8% |
 #
 # From m = 1,639 on the gathered iteration takes more FLOPs than the training of the matrix. Hence owners:
-# rank r computes matrix r. On more than two ranks they also send less: a matrix's shards go to one rank, not
-# to all, and rows of the result come back.
+# rank r computes matrix r. On more than two ranks they also send less.
 #
 # ## Your turn 2 · One owner each
 #
@@ -493,8 +492,7 @@ def gathered(matrices):                                     # list of DTensors, 
 #
 # `dist.all_to_all_single(output, input)` cuts `input` along its first dimension into as many parts as there
 # are ranks and sends part r to rank r; `output` has the parts that came, in the order of the ranks.
-# `DTensor.from_local(rows, mesh, [Shard(0)])` makes a DTensor of each rank's rows. Send contiguous tensors:
-# of a tall matrix `newton_schulz` returns a transpose.
+# `DTensor.from_local(rows, mesh, [Shard(0)])` makes a DTensor of each rank's rows.
 #
 # </details>
 
@@ -511,7 +509,7 @@ def newton_schulz(matrix):
 @turn(2, {
     "results sharded by rows": exactly(world, "A result is whole on each rank: only its rows belong there."),
     "of its own matrix, under another's index": exactly(0, more="A rank returns rows of its own matrix in place of another's: send each rank its rows of the result."),
-    "largest error": at_most(0.1, "Newton-Schulz ran on a part, or on shards that are not put together by rows, in the order of the ranks."),
+    "largest error": at_most(0.1, "Newton-Schulz ran on a part, or on shards that are not put together by rows, in the order of the ranks; or each rank called `full_tensor()` of another matrix: the ranks' calls are paired by order."),
     "runs of newton_schulz on a rank": exactly(1, less="A rank owns no matrix.", more="A rank computes more than its own matrix."),
     "sent, times an all-gather of one in bf16": at_most(2.1, "More is sent than shards to the owners and back, in bf16."),
 })
@@ -585,6 +583,13 @@ def with_owners(matrices):                                  # functional collect
     back = all_to_all_single(newton_schulz(mine + 0).contiguous(), None, None, mesh.get_group())
     return [DTensor.from_local(part.float().contiguous(), mesh, [Shard(0)]) for part in (back + 0).chunk(world)]
 
+# %% tags=["wrong"] turn=2 says="the ranks' calls are paired by order"
+def with_owners(matrices):                                  # each rank gathers its own matrix
+    rows = list(newton_schulz(matrices[rank].bfloat16().full_tensor()).chunk(world))
+    shards = [torch.empty_like(part) for part in rows]
+    dist.all_to_all(shards, rows)
+    return [DTensor.from_local(shard, mesh, [Shard(0)]) for shard in shards]
+
 # %% tags=["wrong"] turn=2 says="more than its own matrix"
 def with_owners(matrices):                                  # every rank computes all
     wholes = [newton_schulz(matrix.bfloat16().full_tensor()) for matrix in matrices]
@@ -618,9 +623,10 @@ def with_owners(matrices):                                  # shards side by sid
 # %% [markdown]
 # ## A Muon to take home
 #
-# A model has matrices of several shapes, more of them than ranks, and rows that do not divide. So `owned`,
-# for any list: matrix i belongs to rank i modulo the ranks, and all matrices travel in the same two
-# collectives, whose parts may differ in size. Copy the cell with the first `newton_schulz` too.
+# `owned` takes any list of matrices, also with rows that do not divide: matrix i belongs to rank i modulo the
+# ranks, and all travel in the same two collectives. For a file of yours, copy the cell with the first
+# `newton_schulz` too, and begin with `import torch`, `import torch.distributed as dist` and
+# `from torch.distributed.tensor import DTensor, Shard, distribute_tensor`.
 
 # %%
 # %%ranks
@@ -666,6 +672,8 @@ class OwnedMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure() if closure else None           # a trainer may run forward and backward in it
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
             updates, lr, beta = [], group["lr"], group["momentum"]
@@ -678,16 +686,16 @@ class OwnedMuon(torch.optim.Optimizer):
             for weight, update in zip(weights, self.way(updates) if updates else []):
                 weight.mul_(1 - lr * group["weight_decay"])
                 weight.add_(update, alpha=-lr * max(1, weight.size(0) / weight.size(1)) ** 0.5)
+        return loss
 
 
 class GatheredMuon(OwnedMuon):                              # to compare
     way = staticmethod(gathered)
 
 # %% [markdown]
-# The last line scales the learning rate by the full matrix's shape, as torch's Muon does by default; a plain
-# shard has another. Does the class do what `torch.optim.Muon` does in one process? Three steps of a small
-# Llama. Muon is for the matrices inside the blocks; embeddings, the head and norms go to AdamW. Build the
-# groups after sharding, by name: under FSDP2 a parameter keeps its name and its full shape.
+# `weight.add_` scales the learning rate by the full matrix's shape, as torch's Muon does by default. Does the
+# class do what `torch.optim.Muon` does in one process? Three steps of a small Llama. Muon is for the matrices
+# inside the blocks; embeddings, the head and norms go to AdamW. Build the groups after sharding, by name.
 
 # %%
 # %%ranks
@@ -733,19 +741,17 @@ Table(head, [[name, count, kib, f"{error:.2f}"] for name, (count, kib, error) in
 # %% [markdown]
 # All three take the steps of one process but for bf16's rounding. On four ranks the class sends a twentieth
 # of what `torch.optim.Muon` sends. Its momentum is a DTensor, so `save_distributed(folder, model, [muon,
-# adamw], step=…)` saves both optimizers, for any number of ranks. In the order of a Llama, not sorted, three
-# of 7 ranks would own all MLPs. A step holds all matrices of a group at once. Matrices that are not cut by
-# rows, or lie on two mesh dimensions, raise an error. For GPUs, used there by others and not run here: `Muon`
-# of [microsoft/dion](https://github.com/microsoft/dion) sends batches of matrices all-to-all and overlaps
-# that with computation, as does torchtitan's `DistributedMuon`
-# ([#4060](https://github.com/pytorch/torchtitan/pull/4060)), for FSDP2 with expert parallelism.
+# adamw], step=…)` saves both optimizers, for any number of ranks. While it runs, a step takes about 16 bytes
+# for each float32 parameter that a rank stores (measured once): a group for each block bounds that, at two
+# collectives a group. Matrices that are not cut by rows, or lie on two mesh dimensions, raise an error. For
+# GPUs, not run here: `Muon` of [microsoft/dion](https://github.com/microsoft/dion) overlaps all-to-alls with
+# computation, as does torchtitan's `DistributedMuon` ([#4060](https://github.com/pytorch/torchtitan/pull/4060)).
 #
 # ## Between one element and the matrix: blocks
 #
 # **8-bit optimizers** store a state as 8-bit codes with one scale for each block of values, and Shampoo may
-# compute with blocks of a large matrix. They are right on plain shards, with nothing sent, if no cut goes
-# through a block. `CodedMomentum`, from the folded cell of turn 1, rounds to such codes, with a scale for
-# each block of rows x columns. (It keeps the rounded floats, so it saves no memory.)
+# compute with blocks of a large matrix. They are right on plain shards if no cut goes through a block.
+# `CodedMomentum`, from turn 1's folded cell, rounds to such codes (kept as floats: it saves no memory).
 
 # %%
 # %%ranks
@@ -763,15 +769,13 @@ draw(reached)
 # %% [markdown]
 # Blocks along a row and blocks of 6 rows lie between the cuts; a block of 8 rows does not. With that one, and
 # with "the block is my shard", another number of ranks is another optimizer, and nothing warns you. Choose a
-# number of rows that divides the shard for every number of ranks that you may use. Do not give an optimizer
-# of blocks DTensors unchecked: `split` gathers, so what it updates are copies, and the weights stay as they
-# were, without an error.
+# number of rows that divides the shard for every number of ranks that you may use. DTensors are no way out:
+# `split` along the rows gathers, so an update of its pieces is lost, without an error.
 #
 # ## 8-bit states in a checkpoint
 #
-# The step is right; the **checkpoint** needs care, as codes and scales are often plain tensors of a rank.
-# A step of momentum in 8 bits, saved and loaded on two ranks, with shards of one size (measured by
-# tests/test_optimizer_states.py):
+# The **checkpoint** needs care, too: codes and scales are often plain tensors of a rank. Momentum in 8 bits,
+# saved and loaded on two ranks, with shards of one size (measured by tests/test_optimizer_states.py):
 #
 # | saved by | states are plain tensors of each rank | states are DTensors |
 # |:--|:--|:--|
@@ -779,15 +783,11 @@ draw(reached)
 # | `save_distributed` | refused | right, codes in int8 |
 #
 # PyTorch takes a plain tensor to be the same on all ranks, stores one rank's, and every rank loads it. Its
-# `Optimizer.load_state_dict` converts each state but `step` to the dtype of a floating-point parameter: under
-# float32 parameters codes take four times their bytes, until a step makes new codes.
-#
-# Libraries, not run here. bitsandbytes' kernels know no DTensors: under FSDP2 issues report
-# an illegal memory access in the step
-# ([#1633](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633)) and an assertion in the
-# save ([#1732](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1732)). torchao's `AdamW8bit`
-# keeps DTensors. Whether it quantizes a state depends on the shard's size, so with other ranks it may be
-# another approximation ([#4912](https://github.com/pytorch/ao/issues/4912)).
+# `Optimizer.load_state_dict` converts each state but `step` to the dtype of a floating-point parameter.
+# Not run here: bitsandbytes' kernels know no DTensors, and issues report errors under FSDP2, in the step
+# ([#1633](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633)) and in the save
+# ([#1732](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1732)). torchao's `AdamW8bit` keeps
+# DTensors; which states it quantizes depends on the shards' size ([#4912](https://github.com/pytorch/ao/issues/4912)).
 #
 # ## When it goes wrong
 #
@@ -797,7 +797,7 @@ draw(reached)
 # | `Muon only supports 2D parameters` | a bias, norm or convolution in its list; or FSDP1: its parameters are flat, also with `use_orig_params=True` | give those to AdamW; FSDP2 |
 # | Muon: `in-place operations that require placement changes are not supported` | a matrix with fewer rows than ranks | give it to AdamW, or an owner |
 # | `got mixed torch.Tensor and DTensor` in `_foreach_…` or `_fused_adamw_` | `ignored_params` in one group with sharded ones | a group for each, and all-reduce the ignored gradients yourself |
-# | with offloaded units the step is slow | parameters on CPU and GPU: the default falls back to a loop ([#187615](https://github.com/pytorch/pytorch/issues/187615)) | pass `fused=True` or `foreach=True` (Adam, AdamW, SGD; Muon has neither): both group by device |
+# | with offloaded units the step is slow | parameters on CPU and GPU: the default falls back to a loop ([#187615](https://github.com/pytorch/pytorch/issues/187615)) | pass `foreach=True` (Adam, AdamW, SGD) or `fused=True` (Adam, AdamW; SGD's raises on DTensors), which group by device; Muon has neither |
 # | optimizer states leave no room on the GPU | `CPUOffloadPolicy` takes parameters and gradients along | move `optimizer.state` alone: to the GPU in `register_step_pre_hook`, to the CPU in `register_step_post_hook` |
 # | 8-bit states differ after a resume | plain states: every rank loaded the one copy that was stored | DTensor states, or `save_distributed`, which refuses |
 #
