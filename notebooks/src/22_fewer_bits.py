@@ -31,8 +31,7 @@ axes.axis("off")
 plots.show(fig, alt="Trained: 4 bytes are encoded to 1, gathered, decoded to 2. Frozen: half a byte is gathered, decoded to 2.")
 
 # %% [markdown]
-# Bytes for each weight, without scales. A trained weight also has 12 bytes of gradient and AdamW states
-# ([lesson 19](19_whole_matrix_optimizers.ipynb)).
+# Bytes for each weight, without scales.
 #
 # | your weights | what to do | what it costs |
 # |:--|:--|:--|
@@ -651,7 +650,7 @@ Table(["", "KiB gathered", "KiB reduced", "error of a gathered weight, worst ran
 #
 # **All ranks must decode with the same scale.** In `OwnScale` rank 0's is the largest, so it reads the
 # others' rows too large, and they read its rows too small: each rank computes with a different model, and
-# nothing raises. `Int8` gathers its scales with the codes.
+# nothing raises.
 #
 # **8-bit gathers save no memory.** After the copy-out FSDP2 holds the code (1 byte) beside the decoded weight (2)
 # until `reshard`, where a bf16 gather holds 2 bytes; the buffer of the next unit's all-gather has 1 byte instead of 2.
