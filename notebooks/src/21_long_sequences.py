@@ -42,7 +42,8 @@ plots.show(fig, alt="Kept bytes fall from 92 to 0.41 MiB in four steps; the last
 # which have to come from the other ranks. The mask of a causal model hides later keys (grey).
 #
 # At a real size, Llama 3 8B with 32,768 tokens on each of eight H100s, `plan` predicts peaks of 258 GiB with fused
-# attention, 215 with the loss in pieces, 31 with checkpoints. Without a cut 98,304 tokens fit, by 0.1 GiB.
+# attention, 215 with the loss in pieces, 31 with checkpoints. Without a cut that plan has room for 98,304 tokens at
+# most (its verdict: tight).
 
 # %% tags=["card"]
 lesson.card(
@@ -165,17 +166,8 @@ assert table[16384] == ["64.6 GiB, 216.7 ms", "0.6 GiB, 28.2 ms", "0.7 GiB, 12.5
 Table(["tokens", *KERNELS], [[f"{n:,}", *row] for n, row in table.items()])
 
 # %% [markdown]
-# `scaled_dot_product_attention` picks a kernel by itself,
-# and where none can run, attention is written out without a warning (on a GPU float64 is such a case; on a CPU
-# dropout, a learned bias, values narrower than keys). This is what each took on the H200, with torch 2.11:
-
-# %% jupyter={"source_hidden": true} tags=["on-a-gpu"]
-runs = {row["setting"]: row for row in recorded.load("kernels")["results"]["rows"]}
-FUSED = list(KERNELS)[1:]
-assert all(row["EFFICIENT_ATTENTION"] for row in runs.values())
-Table(["with", *FUSED], [[name, *("yes" if row[KERNELS[kernel]] else "no" for kernel in FUSED)] for name, row in runs.items()])
-
-# %% [markdown]
+# `scaled_dot_product_attention` picks a kernel by itself, and where none can run, attention is written out without a
+# warning (on a GPU float64 is such a case; on a CPU dropout or a learned bias).
 # A boolean mask brings the square back: each block keeps a copy of it in the queries' dtype (seen on a CPU).
 # **Leave out `MATH`, and the fallback becomes an error**:
 #
@@ -187,16 +179,15 @@ Table(["with", *FUSED], [[name, *("yes" if row[KERNELS[kernel]] else "no" for ke
 # ```
 #
 # PyTorch tries the three in an order of its own, or in yours with `set_priority=True`: at 16,384 tokens flash
-# takes nearly twice cuDNN's time.
-# transformers takes "sdpa" where a model supports it: `model.config._attn_implementation` says what it took.
+# takes nearly twice cuDNN's time. In transformers `model.config._attn_implementation` names the attention that it took.
 #
 # ## A loss that keeps no logits
 #
 # A step holds about three tensors as large as the logits. But the loss is a sum over tokens, so `WithLoss`
 # computes head and loss for some tokens at a time, under a checkpoint, and returns the *sum*. It is for models
-# like Llama, whose logits are `lm_head(hidden)` and nothing more (Gemma 2 caps them, Cohere and Granite scale
-# them), and it is the root, because the root's forward gathers `lm_head`. For Llama 3 8B with checkpoints, on
-# eight H100s of 80 GB, in bf16, `plan` ([lesson 14](14_plan_before_you_rent.ipynb)) predicts these peaks:
+# like Llama, whose logits are `lm_head(hidden)` and nothing more, and it is the root, because the root's forward
+# gathers `lm_head`. For Llama 3 8B with checkpoints, on eight H100s of 80 GB, in bf16, `plan`
+# ([lesson 14](14_plan_before_you_rent.ipynb)) predicts these peaks:
 #
 # | tokens on a rank | all at once | in 16 pieces |
 # |--:|--:|--:|
@@ -212,14 +203,14 @@ Table(["with", *FUSED], [[name, *("yes" if row[KERNELS[kernel]] else "no" for ke
 #
 # ## When you need the cut
 #
-# Beyond 32,768 tokens, with all three (published runs took mostly 0.83 to 1.12 times what `plan` predicts). What
-# PyTorch reserves for such a peak has to fit in 77 GiB:
+# Beyond 32,768 tokens, with all three. What PyTorch reserves for the predicted peak has to fit in 77 GiB. The verdict
+# is "tight" where it depends on the error of `plan`: published runs took mostly 0.83 to 1.12 times its prediction.
 #
-# | tokens | on each rank | predicted peak | reserved | |
+# | tokens | on each rank | predicted peak | reserved | verdict of `plan` |
 # |--:|--:|--:|--:|:--|
-# | 98,304 | 98,304 | 64 GiB | 76.9 GiB | fits by 0.1 GiB |
-# | 114,688 | 114,688 | 72 GiB | 87.6 GiB | does not fit |
-# | 131,072 | 131,072 | 80 GiB | 94.8 GiB | does not fit |
+# | 98,304 | 98,304 | 64 GiB | 76.9 GiB | tight |
+# | 114,688 | 114,688 | 72 GiB | 87.6 GiB | tight |
+# | 131,072 | 131,072 | 80 GiB | 94.8 GiB | tight |
 # | 131,072 | 16,384, cut over 8 | 24 GiB, and one block's keys and values | 30.5 GiB, and these | fits |
 #
 # ## Cut the sequence
@@ -266,25 +257,25 @@ Table(["with", *FUSED], [[name, *("yes" if row[KERNELS[kernel]] else "no" for ke
 #
 # **`gathered`** is the attention function. `from_local` says that the ranks hold parts of one tensor, cut along
 # dimension 2, and `full_tensor` gathers it. `Partial()` has backward add up the ranks' gradients (more below).
-# `causal_lower_right` says that the queries are the *last* of these tokens. `gathered` is right only for parts in
-# a row: rank 0 has the first tokens, rank 1 the next.
+# `causal_lower_right` says that the queries are the *last* of these tokens. On a GPU it calls flash or
+# memory-efficient attention, never cuDNN's; where neither can run, as here on a CPU, PyTorch writes its mask out.
+# `gathered` is right only for parts in a row: rank 0 has the first tokens, rank 1 the next.
 #
-# **Around the model**, `places` count from the start of the whole sequence. transformers' own loss shifts the
+# **Around the model**, `places`, the model's `position_ids`, count from the start of the whole sequence. transformers' own loss shifts the
 # labels of each part and so loses a target at every cut, unless it gets `shift_labels` beside `labels` (and the
 # whole sequence's count as `num_items_in_batch`); the script shifts before it cuts. The sum is divided by the
-# labels of the whole sequence. The length has to be a multiple of the ranks: pad the end, with -100 as targets.
+# labels of the whole sequence. The length has to be a multiple of the ranks (of twice the ranks for
+# `balanced`, below): pad the end, with -100 as targets.
 #
 # ## Gradients of gathered keys
 #
 # In backward each rank gets gradients for *all* keys and values, from its own queries. They have to be added
-# up over the ranks. `full_tensor(grad_placements=[Partial()])` says so: its backward is a reduce-scatter.
-# Without the argument DTensor takes the gradients for equal on all ranks, and each rank keeps for its keys
-# only what its own queries gave. No error is raised, and the first loss is right. The last row then
-# has loss 8.3374 and norm 0.5155. (On the last rank nothing is wrong, as no other sees its keys.)
+# up over the ranks. `full_tensor(grad_placements=[Partial()])` says so: its backward is a reduce-scatter. Without the
+# argument DTensor takes the gradients for equal on all ranks, and each rank keeps for its keys only what its own
+# queries gave. No error is raised, and the first loss is right. The last row then has loss 8.3374 and norm 0.5155.
 #
 # **Gather or ring.** `gathered` holds keys and values of the whole sequence: with checkpoints in one block at a
-# time, without in every block. A **ring** passes them on from rank to rank, so that a rank holds a few parts, not
-# all: turn 1.
+# time, without in every block. A **ring** passes them on from rank to rank, so a rank holds a few parts: turn 1.
 #
 # **What the cut sends.** With `gathered`, a rank receives in each block (n - 1) / n of all keys and values, the
 # same again where a checkpoint computes again, and in backward sends as many bytes of gradients. (A ring's
@@ -303,11 +294,8 @@ Table(["with", *FUSED], [[name, *("yes" if row[KERNELS[kernel]] else "no" for ke
 # out = out_1 · exp(lse_1 - lse) + out_2 · exp(lse_2 - lse)
 # ```
 #
-# <details><summary>Hint</summary>
-#
-# `torch.logaddexp(lse_1, lse_2)`. After `step` passes the part is that of rank `(rank - step) % world`.
-#
-# </details>
+# <details><summary>Hint</summary> <code>torch.logaddexp(lse_1, lse_2)</code>. After <code>step</code> passes the part is
+# that of rank <code>(rank - step) % world</code>.</details>
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -370,7 +358,7 @@ TO_SEND = (world - 1) * 2 * whole[0].nbytes / world / 1024
     "largest error": at_most(1e-5, "Each result has to be weighted by its share, exp(its lse - the lse of all), and lse has to grow with each part."),
     "KiB that a rank sends": exactly(
         TO_SEND, less="Too few parts go around the ring: pass on keys and values, world - 1 times.",
-        more="After world - 1 passes every rank has had every part: stop there.",
+        more="Too much goes around the ring: pass keys and values alone, without the queries, and stop after world - 1 passes.",
     ),
 })
 def score_ring(ring):
@@ -505,13 +493,21 @@ def ring(q, k, v):
 def ring(q, k, v):                              # the own part alone
     return attend(q, k, v, causal=True)[0]
 
-# %% tags=["wrong"] turn=1 says="After world - 1 passes"
+# %% tags=["wrong"] turn=1 says="stop after world - 1 passes"
 def ring(q, k, v):
     pieces = [(k, v)]
     for _ in range(world):
         pieces.append(pass_on(*pieces[-1]))
     keys, values = (torch.cat(parts[: rank + 1][::-1], 2) for parts in zip(*pieces))
     return F.scaled_dot_product_attention(q, keys, values, causal_lower_right(q.size(2), keys.size(2)))
+
+# %% tags=["wrong"] turn=1 says="without the queries"
+def ring(q, k, v):                              # the queries go around, too
+    pieces = [(q, k, v)]
+    for _ in range(world - 1):
+        pieces.append(pass_on(*pieces[-1]))
+    keys, values = (torch.cat(parts[: rank + 1][::-1], 2) for parts in list(zip(*pieces))[1:])
+    return F.scaled_dot_product_attention(q, keys, values, causal_lower_right(48, 48 * (rank + 1)))
 
 # %% tags=["wrong"] turn=1 says="pass on keys and values"
 def ring(q, k, v):                              # the values stay
@@ -774,8 +770,8 @@ my_loss = lambda total, targets: total / 24
 # %% [markdown]
 # ## Several sequences, and PyTorch's own
 #
-# With two sequences in a step, each on half of the ranks, FSDP still shards over all ranks. This changes the script
-# with the cut:
+# With two sequences in a step, each on half of an even number of ranks, FSDP still shards over all ranks. This
+# changes the script with the cut:
 #
 # ```diff
 #  mesh = init_device_mesh(device, (world,))                    # without it a Mac would take its GPU
@@ -799,19 +795,23 @@ my_loss = lambda total, targets: total / 24
 # ```
 #
 # **Which one?** Full attention and a few ranks of one host: `balanced`. If one block's keys and values do not
-# fit: a ring, such as PyTorch's `context_parallel` (`torch.distributed.tensor.experimental`, a prototype, for
-# GPUs alone; we have not run it there). Give it all that is cut, `buffers=[ids, places, targets],
-# buffer_seq_dims=[1, 1, 1]`. Where the length is no multiple of 2n it takes parts in a row, without a warning.
-# With a window, packing or padding: none of these without a mask of your own.
+# fit: a ring, turn 1's or PyTorch's `context_parallel` (`torch.distributed.tensor.experimental`, a prototype, for
+# GPUs alone; we have not run it there), which gathers, too, before you call `set_rotate_method("alltoall")` (in
+# `._attention` of that module). Give it all that is cut, `buffers=[ids, places, targets], buffer_seq_dims=[1, 1, 1]`.
+# Its places jump from the early to the late piece, and transformers' "sdpa" then makes a mask as for a packed sequence,
+# which the ring refuses: attend with a function that passes no mask on, like `full` above. Where the length is no
+# multiple of 2n it takes parts in a row, without a warning. With a window, packing or padding: none of these without
+# a mask of your own.
 #
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
 # | out of memory at the loss, or in the first step of backward | logits of a large vocabulary | the loss in pieces |
-# | memory grows with the square of the length | scores: attention written out, or a kernel that fell back | `set_attn_implementation("sdpa")`, and `sdpa_kernel` with all kernels but `MATH` |
-# | `No available kernel` | none of the kernels you allow takes these inputs | change them |
+# | memory grows with the square of the length | scores: attention written out, or a kernel that fell back; or a mask | `set_attn_implementation("sdpa")`, and `sdpa_kernel` with all kernels but `MATH` |
+# | `No available kernel` | none of the kernels you allow takes these inputs | change the inputs, or allow memory-efficient attention |
 # | `aten.embedding.default got mixed torch.Tensor and DTensor` | `fully_shard` was called on the model inside `WithLoss` | call it on the blocks and on `WithLoss` |
+# | another loss than the model's own | its logits are not `lm_head(hidden)`: Gemma 2 caps them, Cohere and Granite scale them | do so in `head` |
 # | the first loss is right, the norm of the gradients is not | gradients of gathered keys not summed | `grad_placements=[Partial()]` |
 # | a loss that is plausible, a model that is worse at length | the mask was dropped; places that begin at 0 on each rank (the last row then has loss 8.3368 and norm 0.6443) | compare logits, or each gradient, with one process, beyond the window |
 

@@ -31,8 +31,7 @@ axes.axis("off")
 plots.show(fig, alt="Trained: 4 bytes are encoded to 1, gathered, decoded to 2. Frozen: half a byte is gathered, decoded to 2.")
 
 # %% [markdown]
-# Bytes for each weight, without scales. A trained weight also has 12 bytes of gradient and AdamW states
-# ([lesson 19](19_whole_matrix_optimizers.ipynb)).
+# Bytes for each weight, without scales.
 #
 # | your weights | what to do | what it costs |
 # |:--|:--|:--|
@@ -41,8 +40,8 @@ plots.show(fig, alt="Trained: 4 bytes are encoded to 1, gathered, decoded to 2. 
 # | trained, the GPU waits for all-gathers | send int8, with a scale for each 64 weights (leave biases and norms) | a rounding error of 0.6%; coded and decoded for each gather |
 # | trained, with matrix products in float8 | send float8, with one scale for all ranks | a rounding error of 2.7%; an all-reduce of scales |
 #
-# The rounding error is the norm of the errors over the norm of the weights, measured below for normally
-# distributed weights.
+# The rounding error is the norm of the errors over the norm of the weights, measured below: bf16's on a trained model,
+# the others' on normally distributed weights.
 
 # %% tags=["card"]
 lesson.card(
@@ -133,12 +132,12 @@ lesson.card(
 # [QLoRA](https://arxiv.org/abs/2305.14314) reports the quality of 16 bits with NF4, whose levels are denser
 # around 0, and a higher perplexity with even steps.
 #
-# To add for a large model: a scale for each 64 weights (turn 1), and
+# For a large model take turn 1's `pack` and `unpack`, with a scale for each 64 weights, and
 # `fully_shard(checkpoint_wrapper(block))` for each block ([lesson 2](02_activation_checkpointing.ipynb)).
-# In the script `x` has no gradient, so nothing is kept for backward. In a model, **without checkpointing each rank
-# keeps in bf16 all frozen layers behind the first adapter**: where a layer's input has a gradient, autograd keeps the
-# decoded weight of `x @ weight.T` until backward, 128 KiB for such a layer beside a shard of 8.1 KiB. A weight
-# stored in bf16 does not do so: `reshard` frees the storage that autograd refers to.
+# In the script `x` has no gradient, so the frozen weight is not kept for backward. In a model, **without
+# checkpointing each rank keeps in bf16 all frozen layers behind the first adapter**: where a layer's input has a
+# gradient, autograd keeps the decoded weight of `x @ weight.T` until backward, 128 KiB for such a layer beside a
+# shard of 8.1 KiB. A weight stored in bf16 does not do so: `reshard` frees the storage that autograd refers to.
 #
 # ## Which storage FSDP shards
 #
@@ -316,7 +315,7 @@ plots.show(fig, alt="Rounding error over the size of large weights: float8 with 
 # %%ranks
 from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
 
-CAST = "FSDP2 changes the codes: the policy casts floating-point parameters. Keep them in uint8."
+CAST = "FSDP2 changes the codes: the policy casts floating-point parameters. Keep them in uint8, or view them as param_dtype."
 
 
 def distance(w, exact):
@@ -326,7 +325,7 @@ def distance(w, exact):
 @turn(1, {
     "bits for each weight": at_most(4.5, "Too many bits: two codes share a byte, and 64 weights a scale."),
     "has negative weights": exactly(True, "Negative weights are lost: add 8 to the codes in `pack`; in `unpack` make them floats, then subtract it."),
-    "error without large weights, %": at_most(18, "`unpack` does not give back what `pack` got: look at rounding, shift, and the order of the two codes in a byte."),
+    "error without large weights, %": at_most(18, "`unpack` does not give back what `pack` got: look at rounding, codes from 0 to 15, the offset of 8, the shift, and the order of the two codes in a byte."),
     "error beside large weights, %": at_most(14, "One large weight spoils too many others: use smaller blocks, each with a scale."),
     "change under FSDP2, %": at_most(1, CAST),
 })
@@ -465,6 +464,15 @@ def pack(weight):                                               # cut off instea
 def unpack(codes, scales):
     return ((torch.stack([codes & 15, codes >> 4], -1).view(256, 4, 64).float() - 8) * scales.float()).view(256, 256)
 
+# %% tags=["wrong"] turn=1 says="the offset of 8"
+def pack(weight):                                               # 8 is subtracted, but not added
+    blocks = weight.view(256, 4, 64)
+    scales = blocks.abs().amax(2, keepdim=True) / 7
+    codes = (blocks / scales).round().to(torch.int8).view(torch.uint8).view(256, 256)
+    return codes[:, ::2] & 15 | codes[:, 1::2] << 4, scales.bfloat16()
+def unpack(codes, scales):
+    return ((torch.stack([codes & 15, codes >> 4], -1).view(256, 4, 64).float() - 8) * scales.float()).view(256, 256)
+
 # %% tags=["wrong"] turn=1 says="the policy casts floating-point parameters"
 def pack(weight):                                               # stored as fp16
     blocks = weight.view(256, 4, 64)
@@ -486,25 +494,12 @@ def unpack(codes, scales):
 # ### When it pays
 #
 # Only where the GPU waits for all-gathers: slow links, small batches. An 8-bit gather sends 1 byte less for each
-# weight, and decodes on the stream that computes. The next cell **calculates** what is left of the gain on an H100 for
-# a gather that overlaps with nothing, such as the first one of a step. `decoding` is the memory traffic for each
-# weight, counted from the operations of the classes below.
-
-# %%
-links = [12.5, 25, 50, 100, 200, 450]                           # GB/s for each GPU; 450 is NVLink's
-decoding = {"Float8": 23, "Int8": 15, "compiled to one kernel": 3}          # bytes read and written
-memory = 3350                                                   # GB/s
-Table(
-    ["GB/s for each GPU", "ms saved on the wire", *(f"ms gained, {name}" for name in decoding)],
-    [[link, *(round(1000 / link - 1000 * n / memory, 1) for n in [0, *decoding.values()])] for link in links],
-    note="Calculated for one gather of a billion weights, not measured.",
-)
-
-# %% [markdown]
-# `Float8` breaks even at 3350 / 23 = 146 GB/s, `Int8` at 223: **where nothing overlaps with a gather, both gain
-# between hosts (50 GB/s), and both lose within an NVLink host unless `torch.compile` makes one kernel of the decoding
-# (not tried here).** Where computation hides most of the bf16 gather, decoding costs more than the wire saves between
-# hosts, too. Coding the shard, all-reduces of scales and FSDP2's own copies are not counted.
+# weight, and decodes on the stream that computes: 23 bytes of memory traffic for each weight in `Float8`, 15 in `Int8`,
+# counted from the operations of the classes below. At an H100's 3350 GB/s `Float8` breaks even with a link of
+# 3350 / 23 = 146 GB/s, `Int8` at 223: **where nothing overlaps with a gather, both gain between hosts (50 GB/s), and
+# both lose within an NVLink host (450 GB/s) unless `torch.compile` makes one kernel of the decoding (calculated, not
+# tried here).** Where computation hides most of the bf16 gather, decoding costs more than the wire saves between hosts,
+# too. Coding the shard, all-reduces of scales and FSDP2's own copies are not counted.
 #
 # Of the gain of float8 products and float8 gathers together, the products bring "typically 80%", says a torchtitan
 # developer ([issue 687](https://github.com/pytorch/torchtitan/issues/687)): torchao's products read the gathered
@@ -520,10 +515,9 @@ Table(
 # the weight from both, in the policy's `param_dtype`. `reshard` frees the gathered tensors, and what the second hook
 # names in a tuple.
 #
-# `Hooked` (folded) is a subclass of `torch.Tensor` around a float32 tensor, `inner`. It runs PyTorch's
-# operations on `inner`; the results of those in `KEEP` become `Hooked` again. `fully_shard` makes the shard with
-# `new_zeros` and `slice`: without them in `KEEP` the shard is a plain tensor, and FSDP2 gathers it in
-# `param_dtype`, 2 bytes per weight, with no error.
+# Both classes derive from `Hooked` (folded), a `torch.Tensor` around a float32 tensor, `inner`. The results of
+# operations in its `KEEP` become `Hooked` again. `fully_shard` makes the shard with `new_zeros` and `slice`: without either in
+# `KEEP` the shard is a plain tensor, and FSDP2 gathers it in `param_dtype`, 2 bytes per weight, with no error.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -581,10 +575,10 @@ class Float8(Hooked):
         out.data.copy_(full[: len(out)])                        # without rows of padding
 
 # %% [markdown]
-# `train` gives both weights of a small model a class before `fully_shard`, and trains for 40 steps. The model
-# has to be on its device by then: a later `model.to(...)` does not convert `inner`. Rank 0's rows begin four
-# times as large as the others. Two more classes (folded) show what goes wrong: `OwnScale` without the all-reduce,
-# `NothingToFree` with an empty tuple.
+# `train` gives both weights of a small model a class before `fully_shard`, and trains for 40 steps. The model has to
+# be on its device by then: a later `model.to(...)` does not convert `inner`, or drops the class (`model.to("meta")`).
+# Rank 0's rows begin four times as large as the others. Two more classes (folded) show what goes wrong: `OwnScale`
+# without the all-reduce, `NothingToFree` with an empty tuple.
 
 # %%
 # %%ranks
@@ -641,7 +635,7 @@ trained = ranks.get("trained")
 rows, worst = [], {name: max(of_rank[name][2] for of_rank in trained) for name in trained[0]}
 for name, (sent, loss, _, left) in trained[0].items():
     kib = [sent[kind] / 1024 for kind in ("all_gather", "reduce_scatter")]
-    rows.append([name, *kib, f"{worst[name]:.1%}", f"{left:.0%}", f"{loss:.3f}"])
+    rows.append([name, *kib, f"{100 * worst[name]:.2g}%", f"{left:.0%}", f"{loss:.2f}"])
 assert [row[1] for row in rows] == [1152, 576, 288, 297, 288, 288]
 assert {row[2] for row in rows} == {576}
 assert [row[4] for row in rows] == [*["0%"] * 5, "100%"]
@@ -656,7 +650,7 @@ Table(["", "KiB gathered", "KiB reduced", "error of a gathered weight, worst ran
 #
 # **All ranks must decode with the same scale.** In `OwnScale` rank 0's is the largest, so it reads the
 # others' rows too large, and they read its rows too small: each rank computes with a different model, and
-# nothing raises. `Int8` gathers its scales with the codes.
+# nothing raises.
 #
 # **8-bit gathers save no memory.** After the copy-out FSDP2 holds the code (1 byte) beside the decoded weight (2)
 # until `reshard`, where a bf16 gather holds 2 bytes; the buffer of the next unit's all-gather has 1 byte instead of 2.
@@ -673,7 +667,7 @@ Table(["", "KiB gathered", "KiB reduced", "error of a gathered weight, worst ran
 #
 # `Float8` sends an all-reduce for each weight and gather: four in a step of `train`. Weights change only in
 # `optimizer.step()`, or when you load or edit them, so one all-reduce for all weights after that is enough. Write
-# `find_scales(parameters)`: it gets the model's sharded weights and returns a list of scales, each a tensor of one
+# `find_scales(parameters)`: it gets the model's sharded weights and returns their scales, each a tensor of one
 # number: the largest absolute value of the *whole* weight, divided by 448 (no weight is all zeros, so no clamp). Send
 # **one** collective. `p.to_local().inner` is this rank's shard of `p`, in float32.
 
@@ -697,6 +691,7 @@ def score_scales(find_scales):
     model = fully_shard(nn.ParameterList(nn.Parameter(Float8(w.clone())) for w in exact))
     with record_collectives(model) as trace, torch.no_grad():
         scales = find_scales(list(model.parameters()))
+    scales = list(scales) if isinstance(scales, torch.Tensor) and scales.ndim else scales
     if not isinstance(scales, list | tuple) or len(scales) != len(exact):
         raise NotYet(f"Return a list of {len(exact)} scales, one for each weight.")
     wrong = torch.zeros(3, len(exact), device=device)           # too small, too large, a sum
@@ -726,7 +721,7 @@ def find_scales(parameters):
 def find_scales(parameters):                                    # divide first
     scales = torch.stack([p.to_local().inner.abs().max() / 448 for p in parameters])
     dist.all_reduce(scales, dist.ReduceOp.MAX)
-    return list(scales)
+    return scales                                               # as one tensor
 
 # %% tags=["right"] turn=2
 def find_scales(parameters):                                    # gather the maxima
