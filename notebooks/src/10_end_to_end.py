@@ -100,9 +100,8 @@ lesson.card(
 # model alone loaded: from step 11, loss off by 0.0%, later by up to 3.9%
 # ```
 #
-# Each line compares a run that was started again with the undisturbed one: at step 11, and where their losses differ
-# most. Both stopped after step 17 and loaded the checkpoint of step 10, so both train steps 11 to 17 twice. In the
-# first line these seven steps are all that the stop cost.
+# Both runs stopped after step 17 and loaded the checkpoint of step 10, so both train steps 11 to 17 twice. In the
+# first line that is all that the stop cost.
 #
 # The second line is the mistake to fear, because nothing fails. At step 11 the loss is still right: it is computed
 # from the weights, and they were loaded. Then AdamW acts with empty averages
@@ -127,8 +126,7 @@ lesson.card(
 # number of ranks.
 #
 # `load_distributed` returns what `save_distributed` got as `state=` and `per_rank=`. The latter only fits as many ranks
-# as saved it. PyTorch's `DataLoader` has no state to save; torchdata's
-# `StatefulDataLoader` has one.
+# as saved it. PyTorch's `DataLoader` has no state; torchdata's `StatefulDataLoader` has one.
 #
 # The next cell forgets two of these items, one at a time: `stop_and_go` trains ten steps and goes on for ten more.
 # (Its model, with dropout, and `train` are in the folded cell.) Look at step 11, and then at the worst step.
@@ -367,8 +365,8 @@ Table(
 # ## What does a kill cost?
 #
 # The steps since the last complete checkpoint, and the time until the ranks train again. A longer run of
-# `fsdp_utils.train` on four CPU ranks, saved every five steps, was disturbed 25 times in five ways. Compare the third
-# column with the five steps between two saves, and the fourth with the half second that a step of this run takes.
+# `fsdp_utils.train` on four CPU ranks, saved every five steps, was disturbed 25 times in five ways. A step of
+# this run takes half a second.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import recorded
@@ -768,8 +766,8 @@ def my_load(rank, files):
 
 # %% [markdown]
 # `save_distributed` does the same with a folder: all ranks write into one with a temporary name, and when all are
-# done, rank 0 adds a list of the files with their hashes and renames the folder. (In this turn `my_load` may also look
-# for all files of a step. On a disk, it would have to recognise a file that was cut short, as by its hash.)
+# done, rank 0 adds a list of the files with their hashes and renames the folder. (`my_load` may also look for all files of a
+# step. On a disk, it would have to recognise a file that was cut short, as by its hash.)
 #
 # ## When it goes wrong
 #
