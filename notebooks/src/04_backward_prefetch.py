@@ -5,13 +5,14 @@
 # communication, and do you have to do anything about it?
 #
 # **The GPU computes meanwhile, and FSDP2's default is enough.** In backward it starts the next block's
-# all-gather before it computes the present block. In the example below the GPU then only communicates for 1 ms
-# of a step instead of 4. The price is the memory of nearly one more block.
+# all-gather before it computes the present block. In the example below the GPU then communicates without computing
+# for 1 ms of a step instead of 4. The price is the memory of nearly one more block.
 #
 # A list of your own is mostly worth it where large and small blocks alternate. With this one the large block
 # `i` asks for the next two blocks before it computes in backward:
 #
 # ```python
+# blocks = model.layers
 # blocks[i].set_modules_to_backward_prefetch([blocks[i - 1], blocks[i - 2]])    # for i >= 2
 # ```
 
@@ -24,7 +25,6 @@ from fsdp_utils.lessons import lesson, plots
 KINDS = {"AG": "all_gather", "mm": "compute", "RS": "reduce_scatter"}
 UNITS = ["block 0", "block 1", "block 2"]
 
-
 def drawn(order):
     """The backward pass of three blocks, issued in this order: 2 ms to compute, 0.5 ms for a collective."""
     left = {kind: reversed(UNITS) for kind in KINDS}
@@ -34,7 +34,6 @@ def drawn(order):
         what = (KINDS[letters], next(left[letters]), "backward")
         events.append(StepEvent(place, *what, bytes_in=nbytes, bytes_out=nbytes, ranks=(0, 1)))
     return replay_events(events, units=UNITS, compute_s=1e-3, link_gib_s=1000 / 1024).running
-
 
 panels = {
     "without prefetching": drawn("AG mm RS AG mm RS AG mm RS"),
@@ -68,9 +67,10 @@ lesson.card(
 # computes in backward. A list that names only the block itself turns prefetching off, since that block has been
 # gathered already; an empty list would restore the default.
 #
-# On a CPU almost nothing overlaps, so the script doesn't measure times. It records the order in which FSDP2
-# issues its work, and a **replay** calculates from that order how long a GPU would take, if a block computes for
-# 1 ms in forward and 2 ms in backward, and each collective takes 0.5 ms. All times in this lesson are replayed.
+# None of this belongs in your code. On a CPU almost nothing overlaps, so the script doesn't measure times. It
+# records the order in which FSDP2 issues its work, and a **replay** calculates from that order how long a GPU would
+# take, if a block computes for 1 ms in forward and 2 ms in backward, and each collective takes 0.5 ms. All times in
+# this lesson are replayed.
 #
 # ```python
 # import torch
@@ -156,7 +156,6 @@ from fsdp_utils import record_collectives
 rank, world = dist.get_rank(), dist.get_world_size()
 device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
-
 class Block(nn.Module):
     def __init__(self, inner=256):
         super().__init__()
@@ -165,14 +164,12 @@ class Block(nn.Module):
     def forward(self, x):                                       # f32[batch, 64]
         return x + self.down(nn.functional.gelu(self.up(x)))    # f32[batch, 64]
 
-
 def build(sizes=(256,) * 4):
     torch.manual_seed(0)
     blocks = [Block(inner).to(device) for inner in sizes]
     for block in blocks:
         fully_shard(block)
     return fully_shard(nn.Sequential(*blocks))
-
 
 def ahead(model, count, forward=0):
     """Ask for so many blocks early, in backward and in forward."""
@@ -182,7 +179,6 @@ def ahead(model, count, forward=0):
         block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + forward])
     return model
 
-
 # %%
 # %%ranks
 def step(model):
@@ -191,7 +187,6 @@ def step(model):
     loss.backward()
     return loss.item()
 
-
 def record(model):
     step(model)                                             # the first step also sets FSDP up
     model.zero_grad()
@@ -199,11 +194,9 @@ def record(model):
         step(model)
     return trace
 
-
 def order(trace, phase="backward"):
     letters = {"all_gather": "AG", "reduce_scatter": "RS", "compute": "mm"}
     return " ".join(letters[e.kind] for e in trace.events if e.phase == phase and e.kind in letters)
-
 
 # %% [markdown]
 # `record` records the second step of a model, and `order` turns the recording into letters. In the table, does
@@ -233,7 +226,7 @@ Table(["prefetching", "forward", "backward"], [[name, *found] for name, found in
 # 1. An `mm` waits for the `AG` of its own block.
 # 2. An `RS` waits for the `mm` before it, which computes the gradients that it sends.
 # 3. Collectives wait for each other: by default FSDP2 sends all of them through one process group, which runs
-#    them one at a time, in the order of issue.
+#    them one at a time, **in the order of issue**.
 # 4. Before each `RS` the GPU copies the block's gradients into a buffer. By default there is one
 #    (`limit_reduces=1` in the script), so the copy, and the `mm` behind it, waits for the previous `RS`. That
 #    costs nothing here, but does in turn 2.
@@ -260,12 +253,10 @@ Table(["prefetching", "forward", "backward"], [[name, *found] for name, found in
 from torch.distributed.fsdp import BackwardPrefetch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-
 def fsdp1(setting):
     torch.manual_seed(0)
     options = {"backward_prefetch": setting, "device_id": device}
     return FSDP(nn.Sequential(*[FSDP(Block().to(device), **options) for _ in range(4)]), **options)
-
 
 POST, PRE = BackwardPrefetch.BACKWARD_POST, BackwardPrefetch.BACKWARD_PRE
 of_fsdp1 = {str(setting): order(record(fsdp1(setting))) for setting in (None, POST, PRE)}
@@ -297,7 +288,6 @@ for factor in (1, 2, 4, 8):
 # %% tags=["sweep", "replay", "cpu", "fsdp2"]
 import numpy as np
 
-
 def speeds(trace, collective_ms, alike=False):
     """Block 1 computes for 1 ms in forward, others in proportion to their bytes or alike."""
     small = trace.unit_bytes["1"]
@@ -305,20 +295,16 @@ def speeds(trace, collective_ms, alike=False):
     sent = next(e.sent_bytes for e in trace.collectives if e.module == "1" and e.kind == "all_gather")
     return {"compute_s": seconds, "link_gib_s": sent / 2**30 / (collective_ms / 1e3), "limit_units": None}
 
-
 def step_ms(trace, collective_ms, issue_ms=0.0, alike=False, buffers=1):
     rates = speeds(trace, collective_ms, alike)
     return 1e3 * trace.replay(**rates, issue_s=issue_ms / 1e3, limit_reduces=buffers).step_s
 
-
 equal, uneven = ranks.get("traces")[0], ranks.get("uneven")[0]
 ratios, issue_times = np.geomspace(0.05, 8, 41), [0.0, 1.2, 2.0]
-
 
 def faster(traces, new, old, *how):
     """How much faster one way is than another, in %, over the sweep."""
     return [100 * (step_ms(traces[old], r, *how) / step_ms(traces[new], r, *how) - 1) for r in ratios]
-
 
 # %% jupyter={"source_hidden": true}
 fig, (left, right) = plots.figure(2, width=9.6, height=3.2)
@@ -367,10 +353,8 @@ for alike, least, most, loss in ((False, 11.5, 18, 1), (True, 5, 14.5, 3.1)):
 # range. Where every other block is larger it gains 12 to 18% at best, because a small block computes too
 # briefly to hide the gather of the large block that backward needs next.
 #
-# Lists for the large blocks alone, as at the top of this page, also reach 12 to 18%. If large blocks compute no
-# longer than small ones, as in a mixture of experts, it's 5 to 14%. A second buffer (rule 4) raises the 12 to
-# 18% to 17 to 31%: `model.set_reduce_scatter_max_input_buffers(2)`, experimental in PyTorch 2.13. (The folded
-# cell asserts them.)
+# Lists for the large blocks alone, as at the top of this page, reach the same. A second buffer (rule 4),
+# `model.set_reduce_scatter_max_input_buffers(2)`, saves more; it is experimental in PyTorch 2.13.
 #
 # **Lists for forward,** `set_modules_to_forward_prefetch`, change nothing in the left panel, where the CPU never
 # waits for the GPU. If yours does inside a block, such a list issues the next `AG` before that wait, which may
@@ -394,7 +378,6 @@ for alike, least, most, loss in ((False, 11.5, 18, 1), (True, 5, 14.5, 3.1)):
 # %%ranks
 from fsdp_utils.lessons.meter import Meter
 
-
 def peak(model):
     """The most bytes of all tensors during backward, in blocks."""
     samples = torch.ones(1, 64, device=device)
@@ -405,7 +388,6 @@ def peak(model):
         forward = len(meter.tensor_bytes)
         loss.backward()
     return max(meter.tensor_bytes[forward:]) / sum(p.numel() * p.element_size() for p in model[0].parameters())
-
 
 EIGHT = (256,) * 8
 ways = {"off": lambda: ahead(build(EIGHT), 0), "default": lambda: build(EIGHT), "two ahead": lambda: ahead(build(EIGHT), 2)}
@@ -440,15 +422,14 @@ Table(["prefetching", "full blocks at once", "peak in backward, blocks more than
 #
 # First look at the CPU's row. Inside `FSDP::pre_backward (layers.3)` there should be
 # `FSDP::backward_prefetch for layers.2`: the all-gather is issued before layer 3 computes. (With your own lists
-# it follows that range.)
+# the all-gather comes after `FSDP::pre_backward`, not inside.)
 #
 # Then look at the GPU's streams. The NCCL kernels, `ncclDevKernel_AllGather…` and
 # `ncclDevKernel_ReduceScatter…`, should lie beside matrix multiplications; where the stream of computation is
 # empty below one of them, it is exposed. (This page was run on CPUs, so it shows no such trace.)
 #
 # Gaps at the two ends of a step are normal. The first can be filled: `model[0].unshard(async_op=True)` after
-# `optimizer.step()` starts the first all-gather while you load the batch. If the root has parameters of its own,
-# such as an embedding, its all-gather comes first: call `model.unshard(async_op=True)`.
+# `optimizer.step()` starts the first all-gather while you load the batch.
 #
 # ## Your turn 1 · Write the prefetch
 #
@@ -471,7 +452,6 @@ Table(["prefetching", "full blocks at once", "peak in backward, blocks more than
 # %%ranks
 from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
 
-
 @turn(1, {
     "blocks that computed before the next one was asked for": exactly(
         0, "A block computes while nothing is on its way: block i is followed by block i - 1."
@@ -484,6 +464,16 @@ from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
     "calls of unshard that waited": exactly(0, "The hook waits for the all-gather, so nothing overlaps: use async_op=True, and no wait()."),
 }, returns=False)
 def score_hooks(hook_of):
+    def without_result(hook):
+        if not callable(hook):
+            raise NotYet("Return a function of one argument from `hook_of`, for every block.")
+
+        def called(grad):
+            if hook(grad) is not None:
+                raise NotYet("The hook returned something, which autograd takes as the gradient: return None.")
+
+        return called
+
     model = ahead(build(), 0)
     layers, hooks, waited, late = list(model), [], [], []
     step(model)
@@ -516,9 +506,9 @@ def score_hooks(hook_of):
 
     for i in range(len(layers)):
         at_block(i)
-    hooks += [hook_of(layers, i) for i in range(len(layers))]
-    if not all(map(callable, hooks)):
-        raise NotYet("Return a function of one argument from `hook_of`, for every block.")
+    hooks += [without_result(hook_of(layers, i)) for i in range(len(layers))]
+    if waited:
+        raise NotYet("`hook_of` itself called unshard: put the call into the function that it returns.")
     with record_collectives(model) as trace:
         step(model)
     return {
@@ -528,12 +518,10 @@ def score_hooks(hook_of):
         "calls of unshard that waited": sum(waited),
     }
 
-
 # %%
 # %%turn 1
 def hook_of(blocks, i):                         # all blocks in the order of forward, and the number of one
     return None                                 # your lines here: return a function of grad
-
 
 # %% tags=["solution"] turn=1
 def hook_of(blocks, i):
@@ -573,6 +561,16 @@ def hook_of(blocks, i):
 def hook_of(blocks, i):
     return lambda grad: None
 
+# %% tags=["wrong"] turn=1 says="put the call into the function that it returns"
+def hook_of(blocks, i):
+    if i > 0:
+        blocks[i - 1].unshard(async_op=True)
+    return lambda grad: None
+
+# %% tags=["wrong"] turn=1 says="The hook returned something"
+def hook_of(blocks, i):
+    return lambda grad: blocks[i - 1].unshard(async_op=True) if i else None
+
 # %% tags=["wrong"] turn=1 says="nobody needs any more"
 def hook_of(blocks, i):
     return lambda grad: blocks[i - 1].unshard(async_op=True) and None
@@ -605,7 +603,6 @@ def backward_of(trace, buffers):
     events = [event for event in trace.events if event.phase == "backward"]
     return replay_events(events, units=list(trace.unit_bytes), **speeds(trace, 0.8), limit_reduces=buffers)
 
-
 runs = [backward_of(uneven[4][way], buffers) for way, buffers in (("default", 1), ("large", 1), ("large", 2))]
 assert np.allclose([1e3 * run.exposed_s for run in runs], [14, 7.6, 5.2], atol=0.1)
 panels = {"blocks 5 to 0 in backward, FSDP2's default (replay)": runs[0].running}
@@ -616,8 +613,7 @@ plots.show(timelines(panels, runs[0].units), alt="Two long gaps, before blocks 2
 # accounts for 2.4 of the 7.6: with a second buffer the same lists leave 5.2.)
 #
 # `my_lists(blocks)` gets the six blocks in the order of forward. It returns a dictionary of lists,
-# `{block: [blocks to gather before it computes in backward, the most urgent first]}`. A block without a list
-# keeps the default.
+# `{block: [blocks to gather before it computes in backward]}`. A block without a list keeps the default.
 #
 # <details><summary>Hint</summary>
 #
@@ -631,9 +627,8 @@ from collections.abc import Mapping
 
 from fsdp_utils.collectives.replay import replay
 
-
 @turn(2, {
-    "ms of exposed communication": at_most(7.6, "A large block's all-gather could start earlier: let the large block before it ask for the next two."),
+    "ms of exposed communication": at_most(7.6, "A large block's all-gather could start earlier: which block computes long enough?"),
     "blocks with a list": at_most(3, "Small blocks have lists, too: which ones compute long enough to hide two?"),
     "full blocks at once": at_most(3, "More than three blocks are full at once: look fewer blocks ahead."),
     "all-gathers in one step": exactly(
@@ -645,6 +640,8 @@ def score_lists(my_lists):
     lists = my_lists(list(model))
     if not isinstance(lists, Mapping):
         raise NotYet("Return a dictionary from each block to a list of blocks.")
+    if any(not isinstance(block, nn.Module) for key, early in lists.items() for block in (key, *early)):
+        raise NotYet("Name blocks, not their numbers: blocks[4].")
     for block, early in lists.items():
         block.set_modules_to_backward_prefetch(list(early))
     trace = record(model)
@@ -665,12 +662,10 @@ def score_lists(my_lists):
         "all-gathers in one step": sum(e.kind == "all_gather" for e in trace.events),
     }
 
-
 # %%
 # %%turn 2
 def my_lists(blocks):                           # the six blocks; 0, 2 and 4 are large
     return None                                 # your lines here: {block: [first, second], ...}
-
 
 # %% tags=["solution"] turn=2
 def my_lists(blocks):
@@ -696,13 +691,17 @@ def my_lists(blocks):
 def my_lists(blocks):
     return {block: blocks[max(0, i - 1) : i] for i, block in enumerate(blocks)}
 
-# %% tags=["wrong"] turn=2 says="let the large block before it ask"
+# %% tags=["wrong"] turn=2 says="which block computes long enough?"
 def my_lists(blocks):
     return {blocks[5]: [blocks[4], blocks[3]], blocks[3]: [blocks[2], blocks[1]]}
 
 # %% tags=["wrong"] turn=2 says="look fewer blocks ahead"
 def my_lists(blocks):
     return {blocks[i]: blocks[max(0, i - 3) : i][::-1] for i in (5, 4, 2)}
+
+# %% tags=["wrong"] turn=2 says="Name blocks, not their numbers"
+def my_lists(blocks):
+    return {4: [3, 2], 2: [1, 0]}
 
 # %% tags=["wrong"] turn=2 says="has finished with"
 def my_lists(blocks):
@@ -730,14 +729,12 @@ def train(model, steps=3):
         optimizer.zero_grad()
     return losses
 
-
 def other_lists_on_rank_0(model):
     blocks = list(model)
     for i, block in enumerate(blocks):
         earlier = blocks[max(0, i - 2) : i]
         block.set_modules_to_backward_prefetch(earlier if rank == 0 else earlier[::-1])
     return model
-
 
 same, parted = train(build()), train(other_lists_on_rank_0(build()))
 
@@ -769,6 +766,6 @@ Table(
 # ## The rule
 #
 # Leave prefetching to FSDP2, and look for exposed communication in a profile. If large and small blocks
-# alternate, let each large one ask for the next two, the nearest first, the same on every rank.
+# alternate, let each large one ask for the next two, the same on every rank.
 #
 # [← lesson 3](03_full_state_dict.ipynb) · [lesson 5 →](05_maximising_throughput.ipynb)
