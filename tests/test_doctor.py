@@ -167,7 +167,7 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
         MODEL + TRAINING.replace("shard(Model(), init", "nn.parallel.DistributedDataParallel(Model()) #")
     )
     found = examine(train, options=("--gpu=H100", "--fail-on=never"))["ranks"][0]["plan"]
-    assert found == "No plan: it takes one model, cut by fully_shard, and the forward pass of its second step"
+    assert found == "No plan: it takes one model, cut by fully_shard, and the forward of its second step"
 
 
 # Writes the losses of all ranks as bits.

@@ -201,8 +201,7 @@ class Evidence:
         return self._reports(*_GATHERS)
 
     def ranks_part(self) -> list[str]:
-        # a rank that left it by an exception is told with its traceback
-        return [] if self._reports(*_GATHERS, "has left the block", "left the block by") else self._reports("")
+        return [] if self._reports(*_GATHERS, "left the block") else self._reports("")  # by an exception
 
     def unweighted_loss(self) -> Iterator[Any]:
         for number, steps, told in self._each("labels", "told"):

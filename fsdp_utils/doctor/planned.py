@@ -71,7 +71,7 @@ class Planned:
     def _plan(self, gpu: str, world_size: int, micro_batches: int) -> Plan:
         tensors = [one for one in tree_leaves(self._batch) if isinstance(one, Tensor)]
         if not self._calls or not tensors:
-            raise ValueError("it takes one model, cut by fully_shard, and the forward pass of its second step")
+            raise ValueError("it takes one model, cut by fully_shard, and the forward of its second step")
         if self.root not in self._copies:
             self._copy([self.root])
         if dist.is_initialized():

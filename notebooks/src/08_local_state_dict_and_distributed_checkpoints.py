@@ -2,8 +2,8 @@
 # # 8 · LOCAL_STATE_DICT and distributed checkpoints
 #
 # Four ranks train today, and tomorrow there may be three. How do I save so that I can resume on other ranks?
-# **Each rank writes its own shards, and one more file lists which rows are where. At a load, each rank reads only
-# from the files that hold its rows.** No tensor is gathered.
+# **Each rank writes its own shards, and one more file lists which rows are where. At a load, each rank takes its rows
+# from the files that hold them.** No tensor is gathered.
 
 # %% jupyter={"source_hidden": true}
 import os
@@ -223,7 +223,7 @@ Table(["file", "its bytes, of model and optimizer", "rows of 0.weight"], sorted(
 # ## Your turn 1 · A load that reads only its part
 #
 # **Goal.** Write the core of resharding: fetch the rows that one rank wants from files that another number of
-# ranks has written, and read no other row. (DCP reads every shard that it needs in full, then cuts it.)
+# ranks has written, and read no other row.
 #
 # **Given.**
 # - `saved.files` has a pair `(begin, end)` per file: file `i` holds the weight's rows from `begin` to `end - 1`.
@@ -358,8 +358,8 @@ def my_rows(saved, rank, world):                    # rows of the weight, not of
 # | the optimizer's state | the loss jumps from the second step on ([lesson 3](03_full_state_dict.ipynb)) | `optimizer` | `optimizer` |
 # | the step | samples are repeated | `step=` | go on at `state["step"]` |
 # | the learning-rate schedule | the schedule starts again | `state={"scheduler": scheduler}` | the same `state=` |
-# | random numbers, of each rank | dropout differs from the run that never stopped | `per_rank={"random": torch.get_rng_state()}` | `torch.set_rng_state(state["random"])`; on a GPU also those of `torch.cuda` |
-# | the data loader's position, of each rank | samples are repeated or left out | `per_rank={"loader": loader.state_dict()}` | `loader.load_state_dict(state["loader"])`, with torchdata's `StatefulDataLoader` |
+# | random numbers, of each rank | dropout differs from the run that never stopped | `per_rank={"random": torch.get_rng_state()}` | on as many ranks, `torch.set_rng_state(state["random"])`; on a GPU also those of `torch.cuda` |
+# | the data loader's position, of each rank | samples are repeated or left out | `per_rank={"loader": loader.state_dict()}` | on as many ranks, `loader.load_state_dict(state["loader"])`, with torchdata's `StatefulDataLoader` |
 #
 # `state=` is for what is equal on all ranks, `per_rank=` for what differs. The next cell shows both calls, with a
 # schedule that lowers the learning rate. The folded cell after it saves once and resumes in five ways. The last two are
@@ -680,7 +680,8 @@ Table(["damage", "DCP alone", "load_distributed"], [["none", *intact], ["a bit f
 
 # %% [markdown]
 # DCP alone loads the wrong weight, and the loss looks healthy, because the `tanh` behind the huge weight hides it.
-# `load_distributed` compares sizes and hashes with the manifest before it loads anything, and names the file.
+# `load_distributed` compares sizes and hashes with the manifest before it loads anything, for which every file is read once more,
+# and names the file.
 #
 # Hashes find accidents: a forger can write new ones. DCP's `.metadata` is a pickle, which may name a function to
 # call at reading; safetensors and JSON hold nothing to call. **Load DCP's checkpoints only from people whose code
@@ -714,8 +715,8 @@ assert blocked["… asynchronous"] < 0.8 * blocked["save_distributed"]
 plots.amounts({"training waits": {name: {"median of three saves": ms} for name, ms in blocked.items()}}, unit="ms")
 
 # %% [markdown]
-# `save_distributed` also hashes the files and compares the ranks. That cost drowns in the noise: which of the first two
-# bars is longer changes from run to run. Of an asynchronous save, the copy and some messages remain. Divide the blocked
+# `save_distributed` also hashes the files and compares the ranks: which of the first two bars is longer changes from
+# run to run. Of an asynchronous save, the copy and some messages remain. Divide the blocked
 # seconds by those between two saves: this share of the run is lost. PyTorch's
 # [blog](https://pytorch.org/blog/reducing-checkpointing-times/) reports 6.3 s instead of 148.8 s for a 7B model.
 #
