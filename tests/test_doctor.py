@@ -161,13 +161,27 @@ def test_a_plan_for_other_gpus_has_the_model_as_the_script_shards_it(tmp_path: P
     assert found.startswith(str(planned)), f"{found}\n{planned}"
 
 
-def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("shard(Model(), init", "nn.parallel.DistributedDataParallel(Model()) #"),
+        ("optimizer =", "teacher = shard(Model(), init_device_mesh('cpu', (2,)))\noptimizer ="),
+    ],
+)
+def test_what_cannot_be_planned_is_said(old: str, new: str, tmp_path: Path) -> None:
     train = tmp_path / "train.py"
-    train.write_text(
-        MODEL + TRAINING.replace("shard(Model(), init", "nn.parallel.DistributedDataParallel(Model()) #")
-    )
+    train.write_text(MODEL + TRAINING.replace(old, new))
     found = examine(train, options=("--gpu=H100", "--fail-on=never"))["ranks"][0]["plan"]
     assert found == "No plan: it takes one model, cut by fully_shard, and the forward of its second step"
+
+
+def test_an_exception_of_one_rank_is_told_as_such(tmp_path: Path) -> None:
+    train = tmp_path / "train.py"
+    fails = "optimizer.step()\n    1 / torch.distributed.get_rank()"
+    train.write_text(MODEL + TRAINING.replace("optimizer.step()", fails))
+    found = examine(train)
+    assert "ranks_part" not in [one["id"] for one in found["findings"]]
+    assert "ZeroDivisionError" in found["ranks"][0]["ended"]
 
 
 # Writes the losses of all ranks as bits.
