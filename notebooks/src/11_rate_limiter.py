@@ -189,7 +189,8 @@ assert held["FSDP2"] == [3 * held["FSDP1"][0], *held["FSDP1"][1:]]
 Table(["on one H200", *(f"{size:,} tokens" for size in sizes)], rows)
 
 # %% [markdown]
-# With 256 tokens the CPU is the slower one. FSDP1 then holds one block in any case, and the limiter's calls cost time.
+# With 256 tokens the CPU is the slower one. FSDP1 then holds one block in any case; that it took longer with the
+# limiter is one run, which doesn't show why.
 # With more tokens the CPU gets ahead, and without the limiter FSDP1 holds seven blocks more (1.75 GiB). **FSDP2 holds
 # as much as FSDP1 with its limiter once the CPU is ahead, three blocks, and always three.**
 #
