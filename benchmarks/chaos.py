@@ -207,8 +207,12 @@ def disturb(
             faults = []
             for kind, step in zip(kinds, when, strict=True):
 
-                def there(step: int = step, needed: int = 2 if CUT_SHORT in kind else 0) -> bool:
-                    return run.step() >= step and len(run.checkpoints()) >= needed
+                def there(step: int = step, cuts: bool = CUT_SHORT in kind) -> bool:
+                    """A save that is still under way would become the newest after the cut."""
+                    at = run.step()
+                    return at >= step and (
+                        not cuts or max(run.checkpoints(), default=0) == at - at % SAVE_EVERY
+                    )
 
                 run.until(there, START_S + LIMIT_S, f"step {step}")
                 faults.append(cause(kind, run, draw))

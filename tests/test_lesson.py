@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
-from fsdp_utils.lessons import lesson, recorded
+from fsdp_utils.lessons import recorded
 from fsdp_utils.lessons.tables import Table
+from tools import claims_page
 
 CLAIM = {
     "id": "twice-as-fast",
@@ -21,16 +22,16 @@ CLAIM = {
 
 def test_only_the_words_of_the_source_are_quoted() -> None:
     said = "“It is twice as fast.” [Somebody](https://example.org), 2022, 8 A100"
-    assert lesson.claimed(CLAIM) == said
-    assert lesson.claimed({**CLAIM, "paraphrased": True}).startswith("It is twice as fast. [")
+    assert claims_page.claimed(CLAIM) == said
+    assert claims_page.claimed({**CLAIM, "paraphrased": True}).startswith("It is twice as fast. [")
 
 
 def test_every_claim_is_complete_and_names_a_cell_of_its_lesson() -> None:
-    claims = lesson.read_claims()
+    claims = claims_page.read_claims()
     assert len({claim["id"] for claim in claims}) == len(claims)
     for claim in claims:
         assert CLAIM.keys() - {"hardware"} <= claim.keys() <= CLAIM.keys() | {"paraphrased"}, claim
-        (source,) = (lesson.NOTEBOOKS / "src").glob(f"{claim['lesson']:02d}_*.py")
+        (source,) = (claims_page.NOTEBOOKS / "src").glob(f"{claim['lesson']:02d}_*.py")
         assert f'"{claim["cell"]}"' in source.read_text(encoding="utf-8"), claim
 
 

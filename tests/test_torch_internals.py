@@ -285,10 +285,10 @@ def test_fake_store_serves_a_group_that_sends_fake_tensors() -> None:
 def test_what_takes_a_mean() -> None:
     x, y = torch.ones(2, 3, requires_grad=True), torch.zeros(2, dtype=torch.long)
     mean, total = (nn.functional.cross_entropy(x, y, reduction=how) for how in ("mean", "sum"))
-    assert runtime.takes_mean(mean.grad_fn) == "NllLossBackward0"
-    assert runtime.takes_mean(nn.functional.mse_loss(x, x * 2).grad_fn) == "MseLossBackward0"
-    assert runtime.takes_mean(x.mean().grad_fn) == "MeanBackward0"
-    assert [*map(runtime.takes_mean, (total.grad_fn, (mean / 2).grad_fn, None))] == [""] * 3
+    assert runtime.takes_mean(mean.grad_fn) == ("NllLossBackward0", [])
+    assert runtime.takes_mean(nn.functional.mse_loss(x, x * 2).grad_fn) == ("MseLossBackward0", [])
+    assert runtime.takes_mean((x.mean() / 2 / 4).grad_fn) == ("MeanBackward0", [4, 2])
+    assert [*map(runtime.takes_mean, (total.grad_fn, (mean / mean).grad_fn, None))] == [("", [])] * 3
 
 
 def test_when_backward_ends_all_of_it_is_over() -> None:

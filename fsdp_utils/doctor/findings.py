@@ -29,7 +29,8 @@ class Facts:
     Each of `seen` is an optimizer step, as lists by name:
         calls: kind and bytes. reduced: elements of gradients. told: single numbers communicated.
         backwards: for each, how many were reduced before. in_ddp: a 1 for each forward of a DDP module.
-        means: how often one line ran backward on a mean, and its name. inputs: their hashes, of each forward.
+        means: how often one line ran backward on a mean, and its name. inputs: their hashes and shapes, of
+        each forward.
         labels: how many each mean was over. scaled: gradients at the step, relative to after backward;
         bystanders: of parameters that no optimizer has. idle: blocks whose trained parameters have no
         gradient. bad: units whose gradients were NaN or infinite before the reduction. bad_after: such
@@ -176,6 +177,17 @@ class Evidence:
 
     def same_stream(self) -> Iterator[Any]:
         return self.same_samples(in_stream=True)
+
+    def same_input(self) -> Iterator[Any]:
+        """A value for each sample that is new in each forward, and equal on ranks that differ in another."""
+        forwards = (ranks for _, steps in self._each("inputs") for ranks in zip(*steps, strict=False))
+        tensors = [*zip(*(zip(*ranks, strict=False) for ranks in forwards), strict=False)]
+        differ = [one[0][0][1][:1] for one in tensors if all(len({*map(str, some)}) > 1 for some in one)]
+        for one in tensors:
+            said, shapes = zip(*(some[0] for some in one), strict=True)
+            is_same = all(len({*map(str, some)}) == 1 for some in one) and shapes.count(shapes[0]) == len(one)
+            if is_same and all(said) and len({*said}) == len(one) > 1 and shapes[0][:1] in differ:
+                yield shapes[0], self._all
 
     def same_file(self) -> Iterator[Any]:
         return self._shared([facts.saved for facts in self._ranks])

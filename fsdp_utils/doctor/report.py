@@ -85,9 +85,7 @@ def _parts(result: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, str]]]
         rows += [("", line) for line in one.get("code", "").splitlines()]
         rows += [("lesson", str(one["lesson"]))]
         yield f"{one['severity']}: {one['id']}. {one['title']}", [row for row in rows if row[1]]
-    yield from (
-        (f"rank {one.rank} stood {one.places['stood']}", []) for one in ranks if "stood" in one.places
-    )
+    yield from ((f"rank {r.rank} stood {r.places['stood']}", []) for r in ranks if "stood" in r.places)
     for text in dict.fromkeys(one.ended for one in ranks if one.ended.startswith("Traceback")):
         shown = [text.rstrip(), *(str(answer) for answer in explain(text)[:1])]
         yield "The error:", [("", line) for part in shown for line in part.splitlines()]

@@ -76,7 +76,7 @@ class Watch:
         self._epochs: dict[Any, int] = {}  # that were trained on, by sampler
         self._begun: Any = None  # a sampler that has begun an epoch, until the next backward
         self._gathered: list[Any] | None = []  # copies and what was sent, from a forward to its backward
-        self._means: dict[str, list[str]] = defaultdict(list)  # takes_mean() of each backward, by its line
+        self._means: dict[str, list[Any]] = defaultdict(list)  # takes_mean() of each backward, by its line
         self._clipped: list[float] | None = None  # norms of gradients that were clipped, until the step
         self._scaler: Any = None  # that has scaled a loss, until the gradients are unscaled
         self._sampled: dict[str, list[Any]] = {}  # parameters: "scaled" for those of the first optimizer ...
@@ -243,11 +243,11 @@ class Watch:
         owners = [one for module in tree_leaves(modules) for one in module.modules()]
         named = [(owner, name, p) for owner in owners for name, p in owner.named_parameters(recurse=False)]
         whole = [one for one in named if not (one[2].is_meta or isinstance(one[2], DTensor))]
-        told = [(owner, name, digest([p])) for owner, name, p in whole if p.requires_grad]
+        told = [(owner, name, digest(p)) for owner, name, p in whole if p.requires_grad]
 
         def after() -> None:
             cut = [(getattr(owner, name), said) for owner, name, said in told if said]
-            self._whole |= {p: (said, digest([p])) for p, said in cut if isinstance(p, DTensor)}
+            self._whole |= {p: (said, digest(p)) for p, said in cut if isinstance(p, DTensor)}
 
         return after
 
@@ -283,7 +283,8 @@ class Watch:
             self._note("forward")
             if self._planned and model is self._planned.root:
                 self._planned.forward(args, kwargs)
-            self._step["inputs"] += filter(None, [digest(tensors)])
+            inputs = [(digest(one), list(one.shape)) for one in tensors]
+            self._step["inputs"] += [inputs] * any(said for said, _ in inputs)
             if _is_ahead(kwargs.get("input_ids"), kwargs.get("labels")):
                 shifts = [one for one in model.modules() if getattr(one, "loss_type", "") == "ForCausalLM"]
                 self._step["shifted_twice"] += [1] * bool(shifts)
@@ -329,8 +330,10 @@ class Watch:
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
-        lines = [some for some in self._means.values() if len(some) > 1 and all(some)]
-        self._step["means"] += [(len(some), some[0]) for some in lines]
+        lines = [some for some in self._means.values() if len(some) > 1 and all(name for name, _ in some)]
+        self._step["means"] += [(len(some), some[0][0]) for some in lines if not any(by for _, by in some)]
+        twice = [some for some in lines if all(by.count(len(some)) > 1 for _, by in some)]
+        self._step["divided_twice"] += map(len, twice)
         self._means.clear()
         self._clipped = None
         if optimizer is self._optimizers[0]:
@@ -379,7 +382,7 @@ class Watch:
         }
         for name, p in (one for root in roots for one in root.named_parameters()):
             told, then = self._whole.get(p, ("", ""))
-            if then and then == digest([p]):
+            if then and then == digest(p):
                 self.facts.first[plain_name(name)] = told
         if has_compiled():  # hooks inside of what is compiled would compile it again
             self.facts.unseen.append("activations, and the order of units, of a compiled model")

@@ -2,8 +2,8 @@
 
 your_turn.py is the cell that judges a reader's answer, together.py runs it on all ranks, progress.py keeps
 what is solved; tables.py, plots.py and sliders.py show results; tasks.py has small models with data; meter.py
-counts gathers and bytes of a step, probe.py the bytes held and sent in any training; lesson.py shows cards
-and claims, recorded.py stored measurements.
+counts gathers and bytes of a step, probe.py the bytes held and sent in any training; lesson.py shows cards,
+recorded.py stored measurements.
 """
 
 import importlib

@@ -1,14 +1,8 @@
-"""The card at the top of a lesson, and the claims that lessons hold."""
+"""The card at the top of a lesson."""
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
-import yaml
 from IPython.display import Markdown
 
 from fsdp_utils.lessons import progress, your_turn  # noqa: F401 - your_turn makes %%turn known, for each card
-from fsdp_utils.lessons.progress import NOTEBOOKS
 
 
 def card(number: int, *, learn: str, needs: str, minutes: tuple[int, int, int], ranks: str = "") -> Markdown:
@@ -24,15 +18,3 @@ def card(number: int, *, learn: str, needs: str, minutes: tuple[int, int, int], 
     if number == 0:
         of_all = f"\n\nAll lessons: {progress.progress().note} `make progress` shows which."
     return Markdown(f"{head}\n| {' | '.join(fields)} |{of_all}")
-
-
-def read_claims(folder: Path = NOTEBOOKS) -> list[dict[str, Any]]:
-    """Read all claims of claims.yaml, in its order."""
-    return yaml.safe_load((folder / "claims.yaml").read_text(encoding="utf-8"))
-
-
-def claimed(claim: Mapping[str, Any]) -> str:
-    """Return the words of a claim, with who made it."""
-    context = ", ".join(str(claim[field]) for field in ("when", "hardware") if claim.get(field))
-    words = claim["claim"] if claim.get("paraphrased") else f"“{claim['claim']}”"
-    return f"{words} [{claim['who']}]({claim['url']}), {context}"

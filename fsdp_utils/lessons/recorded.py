@@ -6,7 +6,7 @@ from typing import Any
 
 from IPython.display import Markdown
 
-from fsdp_utils.lessons.lesson import NOTEBOOKS
+from fsdp_utils.lessons.progress import NOTEBOOKS
 
 
 def load(part: str, *, folder: Path = NOTEBOOKS) -> dict[str, Any]:

@@ -61,10 +61,14 @@ def when_backward_ends(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)  # pyright: ignore
 
 
-def takes_mean(node: Any) -> str:
-    """The name of an autograd node that takes a mean over elements, "" for others and None."""
-    name, mean = "" if node is None else node.name(), 1  # of the losses' `reduction`
-    return name if name == "MeanBackward0" or getattr(node, "_saved_reduction", 0) == mean else ""
+def takes_mean(node: Any) -> tuple[str, list[float]]:
+    """The name of the node that takes a mean over elements, "" for none, and the numbers that divide it."""
+    divisors, mean = [], 1  # of the losses' `reduction`
+    while node is not None and node.name() == "DivBackward0" and node.next_functions[1][0] is None:
+        divisors.append(node._saved_other.item())
+        node = node.next_functions[0][0]
+    name = "" if node is None else node.name()
+    return name if name == "MeanBackward0" or getattr(node, "_saved_reduction", 0) == mean else "", divisors
 
 
 def has_compiled() -> bool:

@@ -266,7 +266,7 @@ print(*own.notes)
 # compares with `plan` in four settings: they are within 3%.
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons.lesson import NOTEBOOKS
+from fsdp_utils.lessons.progress import NOTEBOOKS
 from fsdp_utils.lessons.sliders import Axis, Point, Stack, explore
 from fsdp_utils.planner import COLORS
 
