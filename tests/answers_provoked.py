@@ -1673,3 +1673,59 @@ from torch.distributed.fsdp import ShardedStateDictConfig
 
 model = FSDP(blocks())
 FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, ShardedStateDictConfig())
+
+
+# %% adapter-of-experts-is-flat
+from peft import LoraConfig, get_peft_model
+from peft.utils.other import fsdp_auto_wrap_policy
+
+
+def adapted() -> Any:
+    """A layer after experts, both with LoRA."""
+    experts = Net(lambda net, x: x @ net.weight.sum(0), weight=nn.Parameter(torch.randn(4, 8, 8)))
+    base = Net(lambda net, x: net.linear(net.experts(x)), experts=experts, linear=nn.Linear(8, 8))
+    config = LoraConfig(r=2, target_modules=["linear"], target_parameters=["experts.weight"])
+    return get_peft_model(base, config)
+
+
+model = adapted()
+FSDP(model, auto_wrap_policy=fsdp_auto_wrap_policy(model), use_orig_params=True)(x)
+
+
+# %% quantization-state-in-a-state-dict
+class Params4bit(nn.Parameter):
+    """Stands for bitsandbytes' class."""
+
+
+def with_absmax(_: nn.Module, state: dict[str, Tensor], prefix: str, __: Any) -> None:
+    state[f"{prefix}weight.absmax"] = torch.ones(1)
+
+
+model[0].weight = Params4bit(model[0].weight.detach(), requires_grad=False)
+model[0].register_state_dict_post_hook(with_absmax)
+model = FSDP(model, use_orig_params=True)
+sd.get_model_state_dict(model)
+
+
+# %% parameter-assigned-as-tensor
+def forward(net: Net, x: Tensor) -> Tensor:
+    bias, net.linear.bias = net.linear.bias, None
+    output = net.linear(x)
+    net.linear.bias = bias
+    return output + bias
+
+
+FSDP(Net(forward, linear=nn.Linear(8, 8)), use_orig_params=True)(x)
+
+
+# %% input-changed-in-place
+def forward(net: Net, x: Tensor) -> Tensor:
+    x += 1
+    return net.linear(x)
+
+
+fully_shard(Net(forward, linear=nn.Linear(8, 8)))(x.clone().requires_grad_() * 2)
+
+# %% output-is-a-view
+model = fully_shard(Net(lambda net, x: net.linear(x).unsqueeze(0), linear=nn.Linear(8, 8)))
+model(x)

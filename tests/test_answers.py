@@ -181,6 +181,11 @@ def test_an_error_comes_before_its_consequences() -> None:
         'File "torch/optim/adam.py", in step\n  loss = closure()\n'
         "The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 1",
         "in forward\nRuntimeError: shape '[4, 2, 4]' is invalid for input of size 16",
+        "in forward\nRuntimeError: shape '[4, -1, 4]' is invalid for input of size 18",
+        "TypeError: cannot assign 'int' as parameter 'weight' (torch.nn.Parameter or None expected)",
+        "AttributeError: 'Params4bit' object has no attribute 'absmax'",
+        "RuntimeError: FlashAttention only support fp16 and bf16 data type",
+        "RuntimeError: Output 0 of MyFunctionBackward is a view and is being modified inplace",
         "RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn",
         "ValueError: invalid truth value maybe",
         "The module 'weights' does not have a method generate",
