@@ -82,9 +82,9 @@ def test_a_rank_that_gloo_ends_leaves_its_message(capfd: pytest.CaptureFixture[s
     """gloo throws in a thread of its own, which ends the process: nothing can be caught."""
     entry = MESSAGES["received-data-size"]
     with pytest.raises(RuntimeError, match=r"rank . was killed by SIGABRT|closed|Timed out"):
-        run_on_ranks(differing_sizes, world_size=2, timeout=20)
+        run_on_ranks(differing_sizes, world_size=2, timeout=60)
     assert is_in(entry["message"].rstrip(), capfd.readouterr().err)
-    run_on_ranks(lambda: exec(entry["code"], shared_names()), world_size=2, timeout=30)
+    run_on_ranks(lambda: exec(entry["code"], shared_names()), world_size=2, timeout=90)
 
 
 def test_every_message_has_a_test_or_says_why_it_has_none() -> None:
