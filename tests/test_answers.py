@@ -571,6 +571,11 @@ def test_the_command_prints_the_answer_or_that_it_knows_none(tmp_path: Path, com
     code, shown, _ = command(text="KeyError: 'loss'")
     assert code == 1
     assert "No message in this text is known" in shown
+    code, shown, _ = command(
+        text="RuntimeError: mat1 and mat2 must have the same dtype, but got Half and Float"
+    )
+    assert code == 1
+    assert shown.startswith("Perhaps: programs without FSDP raise this message, too.")
     assert "can be read" in command(str(tmp_path / "none"))[2]
 
 

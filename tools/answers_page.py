@@ -3,6 +3,7 @@
 python tools/answers_page.py
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ def lesson(number: int) -> str:
     return f"lesson {number}" if found is None else f"[lesson {number}]({found.stem}.ipynb)"
 
 
+def anchor(heading: str) -> str:
+    """Return the name that GitHub and the book give a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 def message(entry: dict[str, Any]) -> str:
     """Return an entry of a message as markdown."""
     lines = [f"### {entry['id']}", "", "```text", entry["message"], "```", ""]
@@ -83,7 +89,9 @@ def page() -> str:
     for of in ORDER:
         if own := [entry for entry in table()["messages"] if entry["of"] == of]:
             parts += [f"\n## {of}\n", *(f"\n{message(entry)}" for entry in own)]
-    parts += ["\n# Questions\n", *(f"\n{question(entry)}" for entry in table()["questions"])]
+    asked = [entry["question"] for entry in table()["questions"]]
+    parts += ["\n# Questions\n\n", *(f"- [{one}](#{anchor(one)})\n" for one in asked)]
+    parts += [f"\n{question(entry)}" for entry in table()["questions"]]
     parts += [FINDINGS, *(f"\n{finding(entry)}" for entry in findings_table())]
     return (
         "".join(parts).replace("\n# ", "\n## ").replace("\n## Messages", "\n## Messages, by who raises them")

@@ -8,9 +8,10 @@ from fsdp_utils._commands import new_parser, run
 from fsdp_utils.answers import explain
 
 NOTHING = (
-    "No message in this text is known. All that are known: notebooks/answers.md. If FSDP raised it, please "
-    'file it with the form "A message without an answer".'
+    "No message in this text is known. All that are, and questions: notebooks/answers.md. If FSDP raised it, "
+    'please file it with the form "A message without an answer".'
 )
+PERHAPS = "Perhaps: programs without FSDP raise this message, too. The whole traceback may tell."
 
 
 def main() -> int:
@@ -28,7 +29,7 @@ def main() -> int:
     if options.json:
         print(json.dumps([answer._asdict() for answer in answers], indent=2, ensure_ascii=False))
     elif not answers:
-        print(NOTHING)
+        print(*[f"{PERHAPS}\n{one}" for one in explain(text, perhaps=True)[:1]] or [NOTHING])
     else:
         print(answers[0])
         if all(answer.warns for answer in answers) and "Error: " in text:

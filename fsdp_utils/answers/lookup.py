@@ -56,11 +56,12 @@ def table() -> dict[str, Any]:
     return yaml.load("".join(file.read_text(encoding="utf-8") for file in TABLES), loader)
 
 
-def explain(text: str) -> list[Answer]:
+def explain(text: str, *, perhaps: bool = False) -> list[Answer]:
     """Find the known messages in a traceback or log.
 
     Args:
         text: As pasted: colors, rank prefixes and wrapped lines do not matter.
+        perhaps: Find messages that other programs raise, too, without a sign that FSDP is in use.
 
     Returns:
         What was found, the most specific message first and consequences of another rank's error last; empty
@@ -75,7 +76,8 @@ def explain(text: str) -> list[Answer]:
     whole, text = _normal(text), _normal(_PREFIX.sub("", text))
     found = []
     for entry, pattern, near, letters in _patterns():
-        if any(part not in text for part in letters) or (near and not any(word in whole for word in near)):
+        is_near = perhaps or not near or any(word in whole for word in near)
+        if not is_near or any(part not in text for part in letters):
             continue
         if match := pattern.search(text):
             answer = Answer(**{key: entry[key] for key in entry.keys() & set(Answer._fields)})
