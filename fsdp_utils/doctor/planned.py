@@ -93,7 +93,9 @@ class Planned:
             offload=isinstance(asked.get("offload_policy"), CPUOffloadPolicy),
             optimizer=partial(kind, **given),
             loss=lambda model, batch: own_loss(partial(model, **batch[1]), batch[0]),  # pyright: ignore
-            inputs=lambda *_: tree_map_only(Tensor, _as_zeros, self._batch),
+            inputs=lambda *_: tree_map_only(
+                Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), self._batch
+            ),
             shard=partial(self._shard, model),
         )
 
@@ -116,7 +118,3 @@ class Planned:
 def _on_meta(tensor: Tensor) -> Tensor:
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
-def _as_zeros(tensor: Tensor) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype)

@@ -332,8 +332,7 @@ class Watch:
             self._optimizers.append(optimizer)
         lines = [some for some in self._means.values() if len(some) > 1 and all(name for name, _ in some)]
         self._step["means"] += [(len(some), some[0][0]) for some in lines if not any(by for _, by in some)]
-        twice = [some for some in lines if all(by.count(len(some)) > 1 for _, by in some)]
-        self._step["divided_twice"] += map(len, twice)
+        self._step["divided_twice"] += [len(n) for n in lines if all(by.count(len(n)) > 1 for _, by in n)]
         self._means.clear()
         self._clipped = None
         if optimizer is self._optimizers[0]:
