@@ -73,6 +73,7 @@ def _start(options: argparse.Namespace) -> int:
 
 def _be_rank(options: argparse.Namespace) -> int:
     """Run the script on this rank, and bring the facts of all ranks to rank 0, over torchrun's store."""
+    import torch
     from torch.distributed import PrefixStore, rendezvous
 
     from fsdp_utils.distributed.agreement import wait_for
@@ -80,6 +81,8 @@ def _be_rank(options: argparse.Namespace) -> int:
     from fsdp_utils.doctor.planned import Planned
     from fsdp_utils.doctor.watch import Watch
 
+    if not torch.accelerator.is_available():  # else Accelerate and the Trainer would not join the ranks
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the script prints
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -31,7 +31,8 @@ class Facts:
         backwards: for each, how many were reduced before. in_ddp: a 1 for each forward of a DDP module.
         means: how often one line ran backward on a mean, and its name. inputs: their hashes and shapes, of
         each forward.
-        labels: how many each mean was over. scaled: gradients at the step, relative to after backward;
+        labels: how many each mean was over. norm: that clip_grad_norm_ returned, if it is this rank's.
+        scaled: gradients at the step, relative to after backward;
         bystanders: of parameters that no optimizer has. idle: blocks whose trained parameters have no
         gradient. bad: units whose gradients were NaN or infinite before the reduction. bad_after: such
         parameters after it. tokens: shapes of inputs without gradients. outside: all-gathers then. used,
@@ -223,11 +224,11 @@ class Evidence:
                 yield number, self._all, ", ".join(map(str, labels)), max(labels) / min(labels)
 
     def local_clip(self) -> Iterator[Any]:
-        for number, steps in self._each("scaled"):
-            scales = [*map(_scale, steps)]
-            # where nothing is reduced, each rank has a norm of its own
-            if all(scales) and max(scales) > _SAME * min(scales) and not self._is_apart():
-                yield number, self._all, ", ".join(f"{scale:.3g}" for scale in scales)
+        for number, scaled, norms in self._each("scaled", "norm"):
+            for what, found in ("factors", [*map(_scale, scaled)]), ("norms", [*map(sum, norms)]):
+                # where nothing is reduced, each rank has a norm of its own
+                if all(found) and max(found) > _SAME * min(found) and not self._is_apart():
+                    yield number, self._all, f"{what} of {', '.join(f'{one:.3g}' for one in found)}"
 
     def hybrid_not_synced(self) -> list[str]:
         return self._said("Replicas of a parameter") if self._model.get("hybrid_fsdp1") else []

@@ -133,7 +133,7 @@ class Watch:
             self._tell(owner, name, hear)
 
     def _tell(self, owner: Any, name: str, hear: Callable[..., Any]) -> None:
-        """Have a function tell its arguments, then do what it did; what `hear` returns is called after it."""
+        """Have a function tell its arguments, then do what it did; what `hear` returns gets its result."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -143,7 +143,7 @@ class Watch:
             after = self._quietly(hear, *args, **kwargs)
             result = original(*args, **kwargs)
             if after:
-                self._quietly(after)
+                self._quietly(after, result)
             return result
 
         self._stack.enter_context(patch.object(owner, name, call))
@@ -238,14 +238,14 @@ class Watch:
         self._note("wrap")
         self._reduced |= {p: p.requires_grad for p in module.parameters()}
 
-    def _shard(self, modules: Any, *_: Any, **__: Any) -> Callable[[], None]:
+    def _shard(self, modules: Any, *_: Any, **__: Any) -> Callable[[Any], None]:
         self._note("wrap")
         owners = [one for module in tree_leaves(modules) for one in module.modules()]
         named = [(owner, name, p) for owner in owners for name, p in owner.named_parameters(recurse=False)]
         whole = [one for one in named if not (one[2].is_meta or isinstance(one[2], DTensor))]
         told = [(owner, name, digest(p)) for owner, name, p in whole if p.requires_grad]
 
-        def after() -> None:
+        def after(_: Any) -> None:
             cut = [(getattr(owner, name), said) for owner, name, said in told if said]
             self._whole |= {p: (said, digest(p)) for p, said in cut if isinstance(p, DTensor)}
 
@@ -303,7 +303,7 @@ class Watch:
         self._gathered = None
         return self._after_backward
 
-    def _after_backward(self) -> None:
+    def _after_backward(self, _: Any) -> None:
         self._norms = {name: norms(some) for name, some in self._sampled.items()}
         if self._clipped is not None and self._clipped != self._norms.get("scaled", []):
             self._step["clipped_early"] = [1]
@@ -316,12 +316,13 @@ class Watch:
     def _scale(self, scaler: torch.amp.GradScaler, *_: Any, **__: Any) -> None:
         self._scaler = scaler if scaler.is_enabled() else None
 
-    def _clip(self, *_: Any, **__: Any) -> Callable[[], None]:
+    def _clip(self, *_: Any, **__: Any) -> Callable[[Any], None]:
         self._note("clip")
         if self._scaler is not None and (scale := self._scaler.get_scale()) != 1:
             self._step["clipped_scaled"] = [scale]
 
-        def after() -> None:
+        def after(norm: Any) -> None:
+            self._step["norm"] = [float(norm)] * (not isinstance(norm, DTensor))  # else its own part differs
             clipped = norms(self._sampled.get("scaled", []))
             self._clipped = clipped if any(clipped) else None  # else those of another model were
 

@@ -17,8 +17,7 @@ class Noisy(Decoder):
 
 torch.manual_seed(0)
 plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-# fault ranks_alone: accelerator = Accelerator(fsdp_plugin=plugin)
-accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=MICRO_BATCHES)
+accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=MICRO_BATCHES)
 model = Noisy()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
 loader = DataLoader(TensorDataset(counting(64)), batch_size=4)

@@ -28,6 +28,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
 for step, tokens in enumerate(counting(32, seed=rank).split(4)):
     loss = next_token_loss(model(tokens), tokens)
     loss.backward()
+    # fault local_clip: torch.nn.utils.clip_grad_norm_(model.parameters(), 1000.0)
     model.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
