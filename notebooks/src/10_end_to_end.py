@@ -208,8 +208,7 @@ Table(
 )
 
 # %% [markdown]
-# The position in the data is the costliest to forget: if each start begins with the first sample, the later ones are
-# rarely seen.
+# The position in the data costs most: if each start begins with the first sample, the later ones are rarely seen.
 #
 # ## A real kill
 #
@@ -440,9 +439,9 @@ plots.show(fig, alt="Extra time over the minutes between saves: each curve has a
 
 # %% [markdown]
 # The dots are [Young's rule of thumb](https://doi.org/10.1145/361147.361115): **save every √(2 · s · M)**, where s is
-# how long a save stops training and M the mean time between kills. They lie within 1% of the lowest points, and half or
-# twice the interval raises the extra time by a quarter at most. So a guess of M that is four times off will do. For s,
-# time your save.
+# how long a save stops training and M the mean time between kills. They lie within 1% of the lowest points; half or
+# twice the interval raises the extra time by a quarter at most, so a guess of M four times off will do. For s, time
+# your save.
 #
 # With `asynchronous=True`, s is shorter: training waits only until the state is copied to CPU memory. But a save that
 # is still being written at the kill doesn't count, so a few more steps may be lost.
@@ -592,15 +591,16 @@ from itertools import permutations
 
 RANKS = 3
 
-def apply(files, operation, rank, step):
-    """Do one operation on the files."""
-    kind, name, *value = operation
-    if kind == "write":
-        files[name] = ("shard", step, rank) if value[0] == "shard" else value[0]
-    elif name in files:
-        files[value[0]] = files.pop(name)
-    else:
-        raise NotYet(f"Rank {rank} renames {name!r}, which is not there.")
+def apply(files, phase, done, step):
+    """Do the first operations of each rank on the files, `done` of them."""
+    for rank, operations in enumerate(phase):
+        for kind, name, value in operations[: done[rank]]:
+            if kind == "write":
+                files[name] = ("shard", step, rank) if value == "shard" else value
+            elif name in files:
+                files[value] = files.pop(name)
+            else:
+                raise NotYet(f"Rank {rank} renames {name!r}, which is not there.")
 
 def kills(my_save):
     """What each kill can leave: (last complete step, files), with each rank once fastest and once slowest."""
@@ -629,29 +629,21 @@ def kills(my_save):
                     for others in ([0] * RANKS, full):
                         done = [*others[:who], part, *others[who + 1 :]]
                         left = dict(files)
-                        for rank, found in enumerate(phase):
-                            for operation in found[: done[rank]]:
-                                apply(left, operation, rank, step)
+                        apply(left, phase, done, step)
                         yield step - 2, left
                         if part < full[who] and phase[who][part][0] == "write":
                             yield step - 2, {name: left[name] for name in left if name != phase[who][part][1]}
-            for rank, found in enumerate(phase):
-                for operation in found:
-                    apply(files, operation, rank, step)
+            apply(files, phase, full, step)
         yield step, dict(files)
 
 from fsdp_utils.lessons.your_turn import NotYet, exactly, turn
 
 goals = {
-    "kills after which a rank has no complete shard": exactly(
-        0, "A rank goes on from a file that is missing, cut short, or not its own of that step: keep the save before, "
-        "and let a step count only when all ranks have written."
-    ),
+    "kills after which a rank has no complete shard": exactly(0, "A rank goes on from a file that is missing, cut short, "
+        "or not its own of that step: keep the save before, and let a step count only when all ranks have written."),
     "kills after which ranks go on from different steps": exactly(0, "One file must decide the step for all ranks."),
-    "kills that cost a complete save": exactly(
-        0, "Every rank had finished a save, and the run goes on from an older one. If the newest file is written over "
-        "in place: rename a new one over it."
-    ),
+    "kills that cost a complete save": exactly(0, "Every rank had finished a save, and the run goes on from an older "
+        "one. If the newest file is written over in place: rename a new one over it."),
 }
 
 @turn(2, goals)
@@ -724,6 +716,13 @@ def my_save(rank, step):                                # another rank may be wr
 def my_load(rank, files):
     step = files.get("newest", 0)
     return step, f"{step}/{rank}"
+
+# %% tags=["wrong"] turn=2 says="keep the save before"
+def my_save(rank, step):                                # overwrites the only copy
+    return [("write", f"shard-{rank}", "shard")]
+
+def my_load(rank, files):
+    return files.get(f"shard-{rank}", (0, 2))[1], f"shard-{rank}"
 
 # %% tags=["wrong"] turn=2 says="decide the step for all ranks"
 def my_save(rank, step):                                # renamed, but each rank by itself
