@@ -116,7 +116,7 @@ def life_of_a_run(starts: Sequence[Mapping[str, Any]], *, every: int, unit: str,
         steps.plot(t, last, label=f"rank {before['killed']} killed", **cross)
         lanes.plot(t, before["killed"], **cross)
         steps.plot([t, t, u], [last, first, first], color=INK, linestyle=":", linewidth=1.2)
-        steps.text(t, (last + first) / 2, f"  steps {first + 1} to {last}\n  are lost", va="center")
+        steps.text(t, (last + first) / 2, f"  steps {first + 1} to {last}\n  trained twice", va="center")
         steps.text(u, first, f" resumed\n at step {first}", va="top")
     steps.set(ylabel="step", ylim=(-2, None))
     most = max(start["ranks"] for start in starts)

@@ -36,10 +36,9 @@ lesson.card(
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py` and start it with `torchrun --nproc-per-node 4 train.py`. The function `train` is the loop to
-# take home. `load_distributed` loads the newest complete checkpoint into the model and the optimizer, on any number of
-# ranks, and `save_distributed` writes one. (For `torch.distributed.checkpoint` in their place, see the script of
-# [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb).)
+# Save it as `train.py` and start it with `torchrun --nproc-per-node 4 train.py`; with one to three GPUs, put
+# `CUDA_VISIBLE_DEVICES=""` in front. The function `train` is the loop to take home. `load_distributed` loads the newest
+# complete checkpoint into the model and the optimizer, on any number of ranks, and `save_distributed` writes one.
 #
 # The lines below `train` make three runs: one undisturbed, and two that stop after step 17 and start again. One of
 # these two loads everything, and the other forgets the optimizer.
@@ -47,6 +46,7 @@ lesson.card(
 # ```python
 # import tempfile
 # from contextlib import suppress
+# from pathlib import Path
 #
 # import torch
 # import torch.distributed as dist
@@ -70,6 +70,8 @@ lesson.card(
 #     done, losses = 0, {}
 #     with suppress(CheckpointNotFoundError):                   # there is none at the first start
 #         done = load_distributed(folder, model, optimizer if load_optimizer else None)["step"]
+#     if rank == 0:                                             # look for this line after each restart
+#         print(f"{Path(folder).name}: begins at step {done + 1}")
 #     for step in range(done + 1, until + 1):
 #         torch.manual_seed(step)                               # the step decides the batch
 #         x = torch.randn(24, 64, device=device).chunk(world)[rank]
@@ -79,7 +81,7 @@ lesson.card(
 #         optimizer.zero_grad()
 #         losses[step] = loss.item()
 #         if step % 10 == 0:
-#             save_distributed(folder, model, optimizer, step=step)
+#             save_distributed(folder, model, optimizer, step=step, keep=3)
 #     return losses
 #
 #
@@ -92,41 +94,46 @@ lesson.card(
 #     off = [abs(loss / right[step] - 1) for step, loss in resumed.items()]
 #     found = f"loss off by {off[0]:.1%}, later by up to {max(off):.1%}" if max(off) > 1e-5 else "every loss the same"
 #     if rank == 0:
-#         print(f"{loaded} loaded: from step {min(resumed)}, {found}")
+#         print(f"{loaded} loaded: {found}")
 # dist.destroy_process_group()
 # ```
 # ```text
-# model and optimizer loaded: from step 11, every loss the same
-# model alone loaded: from step 11, loss off by 0.0%, later by up to 3.9%
+# undisturbed: begins at step 1
+# model and optimizer: begins at step 1
+# model and optimizer: begins at step 11
+# model and optimizer loaded: every loss the same
+# model alone: begins at step 1
+# model alone: begins at step 11
+# model alone loaded: loss off by 0.0%, later by up to 3.9%
 # ```
 #
-# Both runs stopped after step 17 and loaded the checkpoint of step 10, so both train steps 11 to 17 twice. In the
-# first line that is all that the stop cost.
+# Both runs stopped after step 17 and loaded the checkpoint of step 10, so both train steps 11 to 17 twice. (With a
+# mistyped folder, a restart would begin at step 1, without an error.)
 #
-# The second line is the mistake to fear, because nothing fails. At step 11 the loss is still right: it is computed
+# The last line is the mistake to fear, because nothing fails. At step 11 the loss is still right: it is computed
 # from the weights, and they were loaded. Then AdamW acts with empty averages
 # ([lesson 3](03_full_state_dict.ipynb)), and losses get up to 3.9% off, which a noisy curve would hide. So when you
 # test a resume, compare several steps with an undisturbed run, not one.
 #
 # ## What does the next step depend on?
 #
-# Go through this list for your own loop:
+# On the parameters, on the optimizer's state, and on what your loop has of these:
 #
-# | the next step depends on | where a restart gets it from |
-# |:--|:--|
-# | the parameters, and what the optimizer keeps for each | `save_distributed(folder, model, optimizer, ...)` |
-# | the learning rate | the step number, or the scheduler: `state={"scheduler": scheduler}` |
-# | which samples come next | the step number, as in the script, or the data loader's: `per_rank={"data": loader.state_dict()}`, then `loader.load_state_dict(state["data"])` |
-# | random numbers, as for dropout | a seed made of step and rank, or the generator's state: `per_rank={"rng": ...}` |
-# | your own counters, a `GradScaler` | `state={"epoch": epoch, "scaler": scaler}` |
+# | | from the step number | or from the checkpoint |
+# |:--|:--|:--|
+# | the learning rate | calculated | `state={"scheduler": scheduler}`, at the save **and at the load** |
+# | which samples come next | as in the script | `per_rank={"data": loader.state_dict()}`; after the load, `loader.load_state_dict(loaded["data"])` |
+# | random numbers, as for dropout | a seed made of step and rank | the generators' states, in `per_rank=` ([lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb)) |
+# | a `GradScaler`, your own counters | | `state={"scaler": scaler, "epoch": epoch}`; at the load, `state={"scaler": scaler}`, then `loaded["epoch"]` |
 #
-# Prefer the step number where you have the choice: what follows from it can't be forgotten in a save. The samples are
-# then the same on another number of ranks, too, if that number divides the batch: the script draws the whole batch
-# from the step, and each rank takes its share. Dropout is not: a seed of step and rank gives other masks on another
-# number of ranks.
+# Here `loaded` is what `load_distributed` returns: the step, and the values of `state=` and `per_rank=`. **A scheduler
+# or scaler is loaded only if you give it to `load_distributed` again.** Otherwise it stays as it was made, without an
+# error. Values of `per_rank=` fit only as many ranks as saved them. PyTorch's `DataLoader` has no state; torchdata's
+# `StatefulDataLoader` has one.
 #
-# `load_distributed` returns what `save_distributed` got as `state=` and `per_rank=`. The latter only fits as many ranks
-# as saved it. PyTorch's `DataLoader` has no state; torchdata's `StatefulDataLoader` has one.
+# Prefer the step number: what follows from it can't be forgotten in a save. The script draws the whole batch from the
+# step, and each rank takes its share: with any number of ranks that divides the batch, the samples are the same.
+# Dropout is not: a seed of step and rank gives other masks on another number of ranks.
 #
 # The next cell forgets two of these items, one at a time: `stop_and_go` trains ten steps and goes on for ten more.
 # (Its model, with dropout, and `train` are in the folded cell.) Look at step 11, and then at the worst step.
@@ -201,15 +208,14 @@ Table(
 )
 
 # %% [markdown]
-# Only the first row is the same run. Neither of the others raises an error. The position in the data is off most,
-# and it is the costliest in a real run: if each start begins with the first sample, the later ones are rarely seen.
+# The position in the data costs most: if each start begins with the first sample, the later ones are rarely seen.
 #
 # ## A real kill
 #
 # So far the runs stopped by themselves; this one is killed. It runs `fsdp_utils.train`, this library's training
-# program ([lesson 17](17_fine_tune_three_ways.ipynb)), because its loop has three precautions more than the script's:
-# it passes over a damaged checkpoint, it goes on when a save fails, and it saves at SIGTERM. Here it trains a small
-# Llama to write dates in ISO form:
+# program ([lesson 17](17_fine_tune_three_ways.ipynb)), because its loop takes more precautions: it passes over a
+# damaged checkpoint, goes on when a save before the last fails, saves at SIGTERM, and ends ranks that hang. Here it
+# trains a small Llama to write dates in ISO form:
 #
 # ```sh
 # torchrun --standalone --nproc-per-node 3 -m fsdp_utils.train --out killed --steps 30 --save_every 10 \
@@ -226,7 +232,6 @@ import os
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -253,8 +258,8 @@ def start(out, ranks):
 def metrics(out):
     """The loss of each step, as rank 0 has written it."""
     file = Path(out) / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    text = file.read_text() if file.exists() else ""
+    found = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return {line["step"]: line["loss"] for line in found if "loss" in line}
 
 def wait_for(step, out, process, limit_s=100):
@@ -300,8 +305,8 @@ assert 0 <= max(before) - begin <= 10 + 5               # the interval, and a sa
 fig, (axes,) = plots.figure(height=2.8)
 axes.plot(*zip(*right.items()), color=plots.FAINT, linewidth=7, label="undisturbed, 1 rank")
 axes.plot(*zip(*before.items()), color=plots.RANK_COLORS[0], linewidth=3, label=f"killed, {world} ranks")
-after = {step: loss for step, loss in resumed.items() if step > begin}
-axes.plot(*zip(*after.items()), color=plots.RANK_COLORS[1], label=f"resumed, {world - 1} ranks")
+after = [(step, loss) for step, loss in resumed.items() if step > begin]
+axes.plot(*zip(*after), color=plots.RANK_COLORS[1], label=f"resumed, {world - 1} ranks")
 axes.axvspan(begin + 0.5, max(before) + 0.5, color=plots.INK, alpha=0.1, label="trained twice")
 axes.set(xlabel="step", ylabel="loss of the batch")
 axes.legend()
@@ -312,14 +317,13 @@ plots.show(fig, alt="The losses of a run that was killed and resumed lie on thos
 # differ in the last bits, because one, two and three ranks add up numbers in different orders.
 #
 # torchrun can also start the ranks again by itself: `--max-restarts=3`. Set `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` for
-# it: otherwise new ranks may read the addresses of dead ones, and hang (torch 2.13). Your loop needs nothing more,
-# since every start begins by loading.
+# it: otherwise new ranks may read the addresses of dead ones, and hang (torch 2.13).
 #
 # ## The same step on fewer ranks
 #
 # The run above went on with two ranks where three had begun. That is only sound if a step doesn't depend on the
-# number of ranks. Besides the batch, two things go wrong: the weight of each label, which is turn 1, and clipping by
-# the gradient's norm, as each rank has only a part of the gradient. Look for the row in which the ranks disagree.
+# number of ranks. Besides the batch, dropout and BatchNorm, check two things: the weight of each label (turn 1), and a
+# norm that your own code takes of its part of the gradient. Look for the row in which the ranks disagree.
 
 # %%
 # %%ranks
@@ -378,7 +382,7 @@ assert 0.4 < chaos["seconds"]["undisturbed"] / len(chaos["losses"]) < 0.6
 def row(kind):
     found = [fault for fault in chaos["faults"] if fault["kind"] == kind]
     stopped = all(fault["resumed"] is not None for fault in found)
-    seconds = f"{statistics.median(fault['seconds'] for fault in found):.0f}" if stopped else "does not stop"
+    seconds = f"{np.median([fault['seconds'] for fault in found]):.0f}" if stopped else "does not stop"
     return [kind, len(found), max(fault["repeated"] for fault in found), seconds]
 
 Table(
@@ -390,9 +394,13 @@ Table(
 
 # %% [markdown]
 # **Steps.** At most four steps were repeated after these SIGKILLs. Five and more are possible: the program saves in the
-# background, and a kill during a save leads back to the checkpoint before. Two rows have more. Where the newest checkpoint was cut short on disk, the program takes the one before. And one SIGSTOP, which
-# freezes a rank, came after a full disk had kept a checkpoint from being written. At SIGTERM, which schedulers send as
-# a warning, the program saves at the end of the step and leaves, so nothing is repeated.
+# background, and a kill during a save leads back to the checkpoint before. Two rows have more:
+#
+# - Where the newest checkpoint was cut short on disk, the program takes the one before.
+# - One SIGSTOP, which freezes a rank, came after a full disk had kept a checkpoint from being written.
+#
+# At SIGTERM, which schedulers send as a warning, the program saves at the end of the step and leaves: nothing is
+# repeated. After 30 seconds torchrun kills what still runs; `TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240` gives it 240.
 #
 # (The script's loop ends with `CheckpointDamagedError` at a damaged file, until you give `load_distributed` an older
 # `step=`; and with `CheckpointError` where a save fails, unless you catch it.)
@@ -401,10 +409,10 @@ Table(
 # long before it calls a rank hung (`--hang_s=20`; 300 by default).
 #
 # **How often should you save, then?** Rare saves lose more steps at a kill, frequent ones hold up training. The next
-# figure adds up both. It is calculated for kills at random moments (exponential times between them), a save that stops training for 30 seconds, and a
-# restart of 5 minutes. A curve stands for a mean time between kills; three hours is what Llama 3 met on up to
-# 16,384 GPUs ([419 unexpected interruptions in 54 days](https://arxiv.org/abs/2407.21783)). See how flat each curve is
-# around its lowest point.
+# figure adds up both. It is calculated for kills at random moments (exponential times between them), a save that
+# stops training for 30 seconds, and a restart of 5 minutes. A curve stands for a mean time between kills; three hours
+# is what Llama 3 met on up to 16,384 GPUs ([419 unexpected interruptions in 54
+# days](https://arxiv.org/abs/2407.21783)). See how flat each curve is around its lowest point.
 
 # %%
 save, restart = 0.5, 5
@@ -430,10 +438,10 @@ axes.legend(loc="upper center")
 plots.show(fig, alt="Extra time over the minutes between saves: each curve has a flat minimum, marked by a dot.")
 
 # %% [markdown]
-# The dots are [Young's rule of thumb](https://doi.org/10.1145/361147.361115): **save every √(2 · s · M)**, where
-# s is how long a save stops training and M the mean time between kills. They lie within 1% of the
-# lowest points, and half or twice the interval raises the extra time by a quarter at most (asserted in the cell). So
-# a guess of M that is four times off will do. For s, time your save.
+# The dots are [Young's rule of thumb](https://doi.org/10.1145/361147.361115): **save every √(2 · s · M)**, where s is
+# how long a save stops training and M the mean time between kills. They lie within 1% of the lowest points; half or
+# twice the interval raises the extra time by a quarter at most, so a guess of M four times off will do. For s, time
+# your save.
 #
 # With `asynchronous=True`, s is shorter: training waits only until the state is copied to CPU memory. But a save that
 # is still being written at the kill doesn't count, so a few more steps may be lost.
@@ -459,41 +467,34 @@ plots.show(fig, alt="Extra time over the minutes between saves: each curve has a
 # %%ranks
 from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
 
-@turn(1, {
-    "error of the gradients, %, equal numbers": at_most(0.1, "Wrong where every rank has as many labels: a factor is missing."),
-    "error of the gradients, %, unequal numbers": at_most(
-        0.1, "A label on a rank with few labels weighs more than one on a rank with many: use the number on all ranks."
-    ),
-    "error of the gradients, %, a rank without labels": at_most(
-        0.1, "A rank without labels spoils the gradient: what does it divide by?"
-    ),
-})
-def score_loss(my_loss):
-    ways = {
-        "equal numbers": [6] * world,
-        "unequal numbers": [1 + 3 * rank for rank in range(world)],
-        "a rank without labels": [0, *[5] * (world - 1)],
-    }
-    found = {}
-    for name, counts in ways.items():
-        begin, rows = sum(counts[:rank]), torch.randn(sum(counts), 16, generator=torch.Generator().manual_seed(1))
+weighings = {
+    "equal numbers": ([6] * world, "Wrong even with as many labels on every rank: check the factor. FSDP itself divides "
+        "by the number of ranks."),
+    "unequal numbers": ([1 + 3 * rank for rank in range(world)], "A label on a rank with few labels weighs more than one "
+        "on a rank with many: use the number on all ranks."),
+    "a rank without labels": ([0, *[5] * (world - 1)], "A rank without labels spoils the gradient: what does it divide by?"),
+}
 
+@turn(1, {f"error of the gradients, %, {name}": at_most(0.1, advice) for name, (_, advice) in weighings.items()})
+def score_loss(my_loss):
+    found = {}
+    for name, (counts, _) in weighings.items():
+        begin, rows = sum(counts[:rank]), torch.randn(sum(counts), 16, generator=torch.Generator().manual_seed(1))
         def summed(model, part):
             return (model(part.to(device)) - part.sum(-1, keepdim=True).to(device)).square().sum()
-
         model, alone = with_gradients(fully_shard), with_gradients(lambda model: model)
         model.zero_grad()
         alone.zero_grad()
         mine = rows[begin : begin + counts[rank]] if counts[rank] else rows[:1]  # a sample that has no label
         loss = my_loss(summed(model, mine) * min(counts[rank], 1), counts[rank])
-        if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+        if not isinstance(loss, torch.Tensor) or loss.grad_fn is None:
             raise NotYet("Scale `loss_sum` itself: `.item()`, `.detach()` or a new tensor cuts the loss off from backward.")
         loss.sum().backward()
         (summed(alone, rows) / sum(counts)).backward()
         pairs = [(p.grad.full_tensor(), right.grad) for p, right in zip(model.parameters(), alone.parameters())]
-        worst = max(((mine - right).abs().max() / right.abs().max()).nan_to_num(99.99) for mine, right in pairs)
+        worst = torch.stack([(mine - right).abs().max() / right.abs().max() for mine, right in pairs]).max()
         found[f"error of the gradients, %, {name}"] = error = round(100 * worst.item(), 2)
-        if error > 0.1:
+        if not error <= 0.1:                            # or nan
             break                                       # one mistake would miss the other rows, too
     return found
 
@@ -526,21 +527,24 @@ def my_loss(loss_sum, labels):                          # by the mean number of 
 import numpy as np
 
 def my_loss(loss_sum, labels):                          # this rank's mean, weighed by its share of the labels
-    counts = torch.zeros(world, device=device)
-    counts[rank] = labels
-    dist.all_reduce(counts)
-    share = np.float64(labels / counts.sum().item())
+    total = torch.tensor(labels, device=device)
+    dist.all_reduce(total)
+    share = np.float64(labels / total.item())
     return loss_sum / max(labels, 1) * share * world
 
 # %% tags=["wrong"] turn=1 says="weighs more than one on a rank with many"
 def my_loss(loss_sum, labels):
     return loss_sum / max(labels, 1)
 
-# %% tags=["wrong"] turn=1 says="a factor is missing"
-def my_loss(loss_sum, labels):                          # FSDP divides by the number of ranks once more
+# %% tags=["wrong"] turn=1 says="FSDP itself divides by the number of ranks"
+def my_loss(loss_sum, labels):
+    return loss_sum / (labels * world)
+
+# %% tags=["wrong"] turn=1 says="check the factor"
+def my_loss(loss_sum, labels):                          # weighs a sum as if it were a mean
     total = torch.tensor(labels, device=device)
     dist.all_reduce(total)
-    return loss_sum / total
+    return loss_sum * labels / total
 
 # %% tags=["wrong"] turn=1 says="what does it divide by"
 def my_loss(loss_sum, labels):
@@ -549,10 +553,10 @@ def my_loss(loss_sum, labels):
     return loss_sum / labels * (world * labels / total)
 
 # %% tags=["wrong"] turn=1 says="cuts the loss off from backward"
-def my_loss(loss_sum, labels):
+def my_loss(loss_sum, labels):                          # a new zero on the rank without labels
     total = torch.tensor(labels, device=device)
     dist.all_reduce(total)
-    return loss_sum.item() * world / total
+    return loss_sum * world / total if labels else torch.zeros(1, device=device, requires_grad=True)
 
 # %% [markdown]
 # ## Your turn 2 · A save that a kill cannot break
@@ -567,8 +571,7 @@ def my_loss(loss_sum, labels):
 #
 # - **Goal**: after a kill at any moment, all ranks go on from the same step, and no complete save is lost.
 # - **Write `my_save(rank, step)`**: return this rank's operations at a save, such as
-#   `[("write", "a", "shard"), ("barrier",)]`. It is called for steps 2, 4 and 6. The value `"shard"` stands for this
-#   rank's shard at this step; other values are written as they are.
+#   `[("write", "a", "shard"), ("barrier",)]`. The value `"shard"` stands for this rank's shard at this step.
 # - **Write `my_load(rank, files)`**: `files` is what a kill has left, a dict from name to value, without files that
 #   were cut short. Return the step to go on from and the name of the file with this rank's shard at that step, or
 #   `0, None` where there is no complete save.
@@ -588,15 +591,16 @@ from itertools import permutations
 
 RANKS = 3
 
-def apply(files, operation, rank, step):
-    """Do one operation on the files."""
-    kind, name, *value = operation
-    if kind == "write":
-        files[name] = ("shard", step, rank) if value[0] == "shard" else value[0]
-    elif name in files:
-        files[value[0]] = files.pop(name)
-    else:
-        raise NotYet(f"Rank {rank} renames {name!r}, which is not there.")
+def apply(files, phase, done, step):
+    """Do the first operations of each rank on the files, `done` of them."""
+    for rank, operations in enumerate(phase):
+        for kind, name, value in operations[: done[rank]]:
+            if kind == "write":
+                files[name] = ("shard", step, rank) if value == "shard" else value
+            elif name in files:
+                files[value] = files.pop(name)
+            else:
+                raise NotYet(f"Rank {rank} renames {name!r}, which is not there.")
 
 def kills(my_save):
     """What each kill can leave: (last complete step, files), with each rank once fastest and once slowest."""
@@ -625,30 +629,24 @@ def kills(my_save):
                     for others in ([0] * RANKS, full):
                         done = [*others[:who], part, *others[who + 1 :]]
                         left = dict(files)
-                        for rank, found in enumerate(phase):
-                            for operation in found[: done[rank]]:
-                                apply(left, operation, rank, step)
+                        apply(left, phase, done, step)
                         yield step - 2, left
                         if part < full[who] and phase[who][part][0] == "write":
                             yield step - 2, {name: left[name] for name in left if name != phase[who][part][1]}
-            for rank, found in enumerate(phase):
-                for operation in found:
-                    apply(files, operation, rank, step)
+            apply(files, phase, full, step)
         yield step, dict(files)
 
 from fsdp_utils.lessons.your_turn import NotYet, exactly, turn
 
-@turn(2, {
-    "kills after which a rank has no complete shard": exactly(
-        0, "A rank goes on from a file that is missing, cut short, or not its own of that step: keep the save before, "
-        "and let a step count only when all ranks have written."
-    ),
+goals = {
+    "kills after which a rank has no complete shard": exactly(0, "A rank goes on from a file that is missing, cut short, "
+        "or not its own of that step: keep the save before, and let a step count only when all ranks have written."),
     "kills after which ranks go on from different steps": exactly(0, "One file must decide the step for all ranks."),
-    "kills that cost a complete save": exactly(
-        0, "Every rank had finished a save, and the run goes on from an older one. A file that is written over is lost "
-        "if the kill comes meanwhile: rename a new one over it."
-    ),
-})
+    "kills that cost a complete save": exactly(0, "Every rank had finished a save, and the run goes on from an older "
+        "one. If the newest file is written over in place: rename a new one over it."),
+}
+
+@turn(2, goals)
 def score_save(my_save, my_load):
     broken = parted = late = 0
     for complete, files in kills(my_save):
@@ -660,15 +658,11 @@ def score_save(my_save, my_load):
         broken += not all(shards)
         parted += all(shards) and len(set(steps)) > 1
         late += all(shards) and min(steps) < complete
-    return {
-        "kills after which a rank has no complete shard": broken,
-        "kills after which ranks go on from different steps": parted,
-        "kills that cost a complete save": late,
-    }
+    return dict(zip(goals, (broken, parted, late)))
 
 # %%
 # %%turn 2
-def my_save(rank, step):                                # called on ranks 0, 1 and 2
+def my_save(rank, step):                                # called on ranks 0, 1 and 2, for steps 2, 4 and 6
     return None                                         # your lines here: [("write", name, "shard"), ...]
 
 def my_load(rank, files):                               # the names you wrote, with their values
@@ -728,8 +722,7 @@ def my_save(rank, step):                                # overwrites the only co
     return [("write", f"shard-{rank}", "shard")]
 
 def my_load(rank, files):
-    found = files.get(f"shard-{rank}")
-    return (found[1], f"shard-{rank}") if found else (2, f"shard-{rank}")
+    return files.get(f"shard-{rank}", (0, 2))[1], f"shard-{rank}"
 
 # %% tags=["wrong"] turn=2 says="decide the step for all ranks"
 def my_save(rank, step):                                # renamed, but each rank by itself
@@ -750,12 +743,18 @@ def my_load(rank, files):
 
 # %% tags=["wrong"] turn=2 says="rename a new one over it"
 def my_save(rank, step):                                # the mark is overwritten in place
-    mark = [("write", "newest", step)]
-    return [("write", f"{step}/{rank}", "shard"), ("barrier",), *(mark if rank == 0 else [])]
+    return [("write", f"{step}/{rank}", "shard"), ("barrier",), *[("write", "newest", step)][rank:]]
 
 def my_load(rank, files):
     step = files.get("newest", 0)
     return step, f"{step}/{rank}"
+
+# %% tags=["wrong"] turn=2 says="the run goes on from an older one"
+def my_save(rank, step):
+    return []
+
+def my_load(rank, files):                               # never resumes
+    return 0, None
 
 # %% tags=["wrong"] turn=2 says="Return two things"
 def my_save(rank, step):
@@ -766,14 +765,14 @@ def my_load(rank, files):
 
 # %% [markdown]
 # `save_distributed` does the same with a folder: all ranks write into one with a temporary name, and when all are
-# done, rank 0 adds a list of the files with their hashes and renames the folder. (`my_load` may also look for all files of a
-# step. On a disk, it would have to recognise a file that was cut short, as by its hash.)
+# done, rank 0 adds a list of the files with their hashes and renames the folder. (`my_load` may also look for all files
+# of a step. On a disk, it would have to recognise a file that was cut short, as by its hash.)
 #
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | `exitcode: -9` and no message | killed from outside, usually for memory | the host's log (`dmesg`) |
+# | `exitcode: -9` and no message | killed from outside, usually for memory; or by torchrun, 30 s after SIGTERM | the host's log (`dmesg`); `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` |
 # | `Connection closed by peer` on most ranks | the consequence, not the cause | look at the rank that torchrun prints under `Root Cause`; on several hosts each torchrun knows only its own ranks: take the earliest `time` of all |
 # | after `--max-restarts` the new ranks hang at the start, or say `Gloo connectFullMesh failed` | they read addresses of dead ones from torchrun's store (torch 2.13; [issue 135712](https://github.com/pytorch/pytorch/issues/135712) for NCCL) | `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` |
 # | the evaluation hangs | ranks have different numbers of batches | the same number on each rank; a rank without samples runs one that does not count |
