@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -24,11 +26,12 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
+    StateDictType,
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fsdp_utils import record_collectives
+from fsdp_utils import record_collectives, run_on_ranks
 from fsdp_utils.migration import translate
 from tests.blocks import Block
 from tests.on_ranks import case, on_ranks
@@ -413,3 +416,35 @@ def test_on_four_ranks() -> None:
         fsdp1_adds_batches_in_bf16_and_fsdp2_in_float32_if_told_to_reduce_in_it,
         what_is_sent_differs_only_under_its_condition,
     )
+
+
+def save_or_load(folder: Path, saved: list[float] | None = None, units: Any = None) -> list[Any]:
+    """Of a local and a sharded state dict: what the model computes, or whether the load brings that back."""
+    warnings.simplefilter("ignore")  # these functions of FSDP1 are deprecated
+    found: list[Any] = []
+    for kind in (StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+        torch.manual_seed(1 if saved else 0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 10))
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), auto_wrap_policy=units)
+        try:
+            with FullyShardedDataParallel.state_dict_type(model, kind), torch.no_grad():
+                state = model.state_dict()
+                (dcp.load if saved else dcp.save)(state, checkpoint_id=folder / kind.name)
+                model.load_state_dict(state)
+            found.append(model(torch.arange(64.0).view(1, 64)).sum().item())
+        except CheckpointException as error:
+            missing = re.search(r"Missing key in checkpoint state_dict: ([\w.]+)\.", str(error))
+            found.append(f"no {missing and missing[1]}")
+    if saved:
+        return [value == before or value for value, before in zip(found, saved, strict=True)]
+    return found
+
+
+def test_a_local_state_dict_loads_with_the_same_units_on_ranks_that_shard_and_a_sharded_one_on_any(
+    tmp_path: Path,
+) -> None:
+    saved = run_on_ranks(save_or_load, tmp_path, world_size=4)[0]
+    linears = ModuleWrapPolicy({nn.Linear})
+    loads = [(4, None), (3, None), (1, None), (4, linears)]
+    found = [run_on_ranks(save_or_load, tmp_path, saved, units, world_size=n)[0] for n, units in loads]
+    assert found == [[True, True], [True, True], ["no 0.bias", True], ["no 0._flat_param", True]]
