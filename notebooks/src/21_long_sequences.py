@@ -5,8 +5,7 @@
 # the order of their price: attention that keeps no scores (a number for each pair of tokens), a loss that
 # keeps no logits (a number for each token and each word of the vocabulary), a checkpoint around each block.
 # If that is not enough, cut the sequence over the ranks that already share the weights.** In a model like
-# Llama only attention has to know of the cut. Its price: a step of n ranks that share one sequence has n times
-# fewer sequences, so accumulate n times as many steps, and every block sends keys and values.
+# Llama only attention has to know of the cut: it then communicates in every block.
 
 # %% jupyter={"source_hidden": true}
 from matplotlib.patches import Rectangle
@@ -39,11 +38,8 @@ plots.show(fig, alt="Kept bytes fall from 92 to 0.41 MiB in four steps; the last
 # bar above it. Loss and gradients stay the same. Right, the last change, **context parallelism**, with a color
 # for each quarter of the sequence. Nearly everything in a transformer treats each token by itself, so a rank
 # computes it for its own tokens. In attention a token looks at the keys and values of all tokens before it,
-# which have to come from the other ranks. The mask of a causal model hides later keys (grey).
-#
-# At a real size, Llama 3 8B with 32,768 tokens on each of eight H100s, `plan` predicts peaks of 258 GiB with fused
-# attention, 215 with the loss in pieces, 31 with checkpoints. Without a cut that plan has room for 98,304 tokens at
-# most (its verdict: tight).
+# which have to come from the other ranks. The mask of a causal model hides later keys (grey). For a model of 8 billion
+# parameters see "When you need the cut".
 
 # %% tags=["card"]
 lesson.card(
@@ -196,21 +192,22 @@ Table(["tokens", *KERNELS], [[f"{n:,}", *row] for n, row in table.items()])
 # | 16,384 | 41.6 GiB | 23.5 GiB |
 # | 32,768 | 69.6 GiB | 31.5 GiB |
 #
-# **The loss in pieces pays where a rank has many more tokens than the model is wide** (here 4,096): the root's
+# **The loss in pieces pays where a rank has more tokens than the model is wide** (here 4,096): the root's
 # weights and gradients do not shrink with the pieces. In bf16 autograd adds up the pieces' gradients of the head
 # in bf16, so hundreds of pieces cost precision. PyTorch 2.13's own, `F.linear_cross_entropy` with
 # `nn.LinearCrossEntropyOptions()`, also belongs in the root's forward; it computes the gradients in forward.
 #
 # ## When you need the cut
 #
-# Beyond 32,768 tokens, with all three. What PyTorch reserves for the predicted peak has to fit in 77 GiB. The verdict
-# is "tight" where it depends on the error of `plan`: published runs took mostly 0.83 to 1.12 times its prediction.
+# For this model with 32,768 tokens on a rank, `plan` predicts 258 GiB with fused attention, 215 with the loss in
+# pieces, 31 with checkpoints. **With all three it has room for 98,304 tokens at most.** Its verdict is "fits" where
+# 1.12 times what PyTorch reserves is at most 77 GiB: published runs took mostly 0.83 to 1.12 times the prediction.
 #
 # | tokens | on each rank | predicted peak | reserved | verdict of `plan` |
 # |--:|--:|--:|--:|:--|
+# | 65,536 | 65,536 | 47 GiB | 58.5 GiB | fits |
+# | 81,920 | 81,920 | 55 GiB | 69.6 GiB | tight |
 # | 98,304 | 98,304 | 64 GiB | 76.9 GiB | tight |
-# | 114,688 | 114,688 | 72 GiB | 87.6 GiB | tight |
-# | 131,072 | 131,072 | 80 GiB | 94.8 GiB | tight |
 # | 131,072 | 16,384, cut over 8 | 24 GiB, and one block's keys and values | 30.5 GiB, and these | fits |
 #
 # ## Cut the sequence
@@ -257,15 +254,18 @@ Table(["tokens", *KERNELS], [[f"{n:,}", *row] for n, row in table.items()])
 #
 # **`gathered`** is the attention function. `from_local` says that the ranks hold parts of one tensor, cut along
 # dimension 2, and `full_tensor` gathers it. `Partial()` has backward add up the ranks' gradients (more below).
-# `causal_lower_right` says that the queries are the *last* of these tokens. On a GPU it calls flash or
-# memory-efficient attention, never cuDNN's; where neither can run, as here on a CPU, PyTorch writes its mask out.
-# `gathered` is right only for parts in a row: rank 0 has the first tokens, rank 1 the next.
+# `causal_lower_right` says that the queries are the *last* of these tokens. On every rank but the first it calls flash
+# or memory-efficient attention on a GPU, never cuDNN's; where neither can run, as here on a CPU, it writes its mask
+# out, and `sdpa_kernel` without `MATH` raises no error. `gathered` is right only for parts in a row: rank 0 has the
+# first tokens, rank 1 the next.
 #
-# **Around the model**, `places`, the model's `position_ids`, count from the start of the whole sequence. transformers' own loss shifts the
-# labels of each part and so loses a target at every cut, unless it gets `shift_labels` beside `labels` (and the
-# whole sequence's count as `num_items_in_batch`); the script shifts before it cuts. The sum is divided by the
-# labels of the whole sequence. The length has to be a multiple of the ranks (of twice the ranks for
-# `balanced`, below): pad the end, with -100 as targets.
+# **Around the model**
+#
+# - `places`, the model's `position_ids`, count from the start of the whole sequence.
+# - Shift, then cut. transformers' own loss shifts the labels of each part and so loses a target at every cut, unless
+#   it gets `shift_labels` beside `labels` (and the next line's count as `num_items_in_batch`).
+# - Divide the sum by the labels of the whole sequence, divided by the ranks: FSDP averages.
+# - The length is a multiple of the ranks (of twice the ranks for `balanced`, below): pad the end, with -100 as targets.
 #
 # ## Gradients of gathered keys
 #
@@ -276,11 +276,9 @@ Table(["tokens", *KERNELS], [[f"{n:,}", *row] for n, row in table.items()])
 #
 # **Gather or ring.** `gathered` holds keys and values of the whole sequence: with checkpoints in one block at a
 # time, without in every block. A **ring** passes them on from rank to rank, so a rank holds a few parts: turn 1.
-#
-# **What the cut sends.** With `gathered`, a rank receives in each block (n - 1) / n of all keys and values, the
-# same again where a checkpoint computes again, and in backward sends as many bytes of gradients. (A ring's
-# backward passes keys and values around again, too.) For Llama 3 8B, 131,072 tokens and 8 ranks that is 448 MiB each
-# time; a gather of the block's weights has 364 (calculated for bf16).
+# **What the cut sends**: with `gathered`, a rank receives in each block (n - 1) / n of all keys and values, again
+# where a checkpoint computes again, and in backward sends as many bytes of gradients. For Llama 3 8B, 131,072 tokens
+# and 8 ranks that is 448 MiB each time; a gather of the block's weights has 364 (calculated for bf16).
 #
 # ## Your turn 1 · Ring attention
 #
@@ -354,7 +352,7 @@ TO_SEND = (world - 1) * 2 * whole[0].nbytes / world / 1024
 
 @turn(1, {
     "tokens that see later ones": exactly(0, "Later keys are attended to: the rank's own part needs causal=True, and a later rank's part is left out."),
-    "tokens that miss earlier ones": exactly(0, "Earlier keys are not seen: attend to the part of every earlier rank, with causal=False."),
+    "tokens that miss earlier ones": exactly(0, "Earlier keys are not seen: attend to every earlier rank's part, which `pass_on` returns, with causal=False."),
     "largest error": at_most(1e-5, "Each result has to be weighted by its share, exp(its lse - the lse of all), and lse has to grow with each part."),
     "KiB that a rank sends": exactly(
         TO_SEND, less="Too few parts go around the ring: pass on keys and values, world - 1 times.",
@@ -463,31 +461,39 @@ def ring(q, k, v):                              # the mean of the pieces
 
 # %% tags=["wrong"] turn=1 says="a later rank's part is left out"
 def ring(q, k, v):
-    out, lse = attend(q, k, v, causal=True)
+    pairs = [attend(q, k, v, causal=True)]
     for step in range(1, world):
         k, v = pass_on(k, v)
-        other, other_lse = attend(q, k, v, causal=False)
-        share = torch.sigmoid(other_lse - lse)
-        out, lse = out * (1 - share) + other * share, torch.logaddexp(lse, other_lse)
-    return out
+        pairs.append(attend(q, k, v, causal=False))
+    outs, sums = map(torch.stack, zip(*pairs))
+    return (sums.softmax(0) * outs).sum(0)
 
 # %% tags=["wrong"] turn=1 says="the rank's own part needs causal=True"
 def ring(q, k, v):
-    outs, sums = zip(attend(q, k, v, causal=False))
+    pairs = [attend(q, k, v, causal=False)]
     for step in range(1, world):
         k, v = pass_on(k, v)
-        pair = attend(q, k, v, causal=False)
-        outs, sums = ((*outs, pair[0]), (*sums, pair[1])) if step <= rank else (outs, sums)
-    return (torch.stack(sums).softmax(0) * torch.stack(outs)).sum(0)
+        pairs += [attend(q, k, v, causal=False)] if step <= rank else []
+    outs, sums = map(torch.stack, zip(*pairs))
+    return (sums.softmax(0) * outs).sum(0)
 
 # %% tags=["wrong"] turn=1 says="Earlier keys are not seen"
 def ring(q, k, v):
-    outs, sums = zip(attend(q, k, v, causal=True))
+    pairs = [attend(q, k, v, causal=True)]
     for step in range(1, world):
         k, v = pass_on(k, v)
-        pair = attend(q, k, v, causal=True)
-        outs, sums = ((*outs, pair[0]), (*sums, pair[1])) if step <= rank else (outs, sums)
-    return (torch.stack(sums).softmax(0) * torch.stack(outs)).sum(0)
+        pairs += [attend(q, k, v, causal=True)] if step <= rank else []
+    outs, sums = map(torch.stack, zip(*pairs))
+    return (sums.softmax(0) * outs).sum(0)
+
+# %% tags=["wrong"] turn=1 says="which `pass_on` returns"
+def ring(q, k, v):                              # what came from the rank before is thrown away
+    pairs = [attend(q, k, v, True)]
+    for step in range(1, world):
+        pass_on(k, v)
+        pairs += [attend(q, k, v, False)] if step <= rank else []
+    outs, sums = map(torch.stack, zip(*pairs))
+    return (sums.softmax(0) * outs).sum(0)
 
 # %% tags=["wrong"] turn=1 says="with causal=False"
 def ring(q, k, v):                              # the own part alone
@@ -571,10 +577,10 @@ AttentionInterface.register("balanced", balanced)
 # %% [markdown]
 # ## The mask that is not there
 #
-# transformers makes masks only for attention functions that have a mask function of the same name. Yours
-# gets `None`, unless you register one with `AttentionMaskInterface` or give the model a mask of four dimensions.
-# With `None`, whatever the mask should have hidden is seen: padding, other documents of a packed sequence, tokens
-# outside of a **sliding window** of, here, 16 tokens:
+# `gathered` and `balanced` are for full attention alone. transformers makes masks only for attention functions that
+# have a mask function of the same name; yours gets `None`, unless you register one with `AttentionMaskInterface` or
+# give the model a mask of four dimensions. Then whatever the mask should have hidden is seen: padding, other documents
+# of a packed sequence, tokens outside of a **sliding window** of, here, 16 tokens:
 
 # %% tags=["window"]
 # %%ranks 0
@@ -604,10 +610,9 @@ assert first == 16
 Table(["attention", "loss", "wrong logits"], [["eager", losses[0], "none"], ["full", losses[1], f"from token {first} on"]])
 
 # %% [markdown]
-# In an untrained model the loss does not tell. `gathered` and `balanced` have this fault, too: they are for full
-# attention. So had Accelerate's context parallelism, until it
+# In an untrained model the loss does not tell. Accelerate's context parallelism had this fault, too, until it
 # [began to refuse such models](https://github.com/huggingface/accelerate/pull/4177). transformers passes
-# `sliding_window` and `dropout` to the function, which can honour them or raise an error; these two do neither.
+# `sliding_window` and `dropout` to the function, which can honour them or raise an error; `balanced` does neither.
 #
 # ## Your turn 2 · Cut a batch
 #
@@ -647,7 +652,8 @@ RIGHT = [p.grad for p in alone.parameters()]
     "tokens out of place": exactly(0, "`balanced` computes an early and a late piece, in this order: rank and 2 * world - 1 - rank out of 2 * world."),
     "wrong places": exactly(0, "A place counts from the start of the whole sequence, also on the later ranks."),
     "wrong targets": exactly(0, "A target is the label of the next token, which may be on another rank (the last token's is -100): shift before the cut."),
-    "gradients that differ": exactly(0, "The loss needs the labels of all ranks in the denominator, and FSDP divides by the ranks."),
+    "gradients 1 / world of the right ones": exactly(0, "FSDP averages over the ranks: multiply the loss by world."),
+    "gradients that differ otherwise": exactly(0, "The denominator has to be the number of labels of all ranks, without those that are -100."),
 })
 def score_cut(my_cut, my_loss):
     part = my_cut(some_ids.clone(), some_labels.clone())
@@ -672,8 +678,9 @@ def score_cut(my_cut, my_loss):
     }
     dist.all_reduce(amiss := torch.tensor(sum(wrong.values()), device=device))
     pairs = [(p.grad.full_tensor(), grad) for p, grad in zip(model.parameters(), RIGHT)]
-    differ = sum(not torch.allclose(*pair, rtol=1e-3, atol=1e-6) for pair in pairs)
-    return {**wrong, "gradients that differ": None if amiss else differ}
+    differ, small = (sum(not torch.allclose(n * g, r, rtol=1e-3, atol=1e-6) for g, r in pairs) for n in (1, world))
+    found = [None, None] if amiss else [0, differ] if small else [differ, 0]
+    return wrong | dict(zip(["gradients 1 / world of the right ones", "gradients that differ otherwise"], found))
 
 
 # %%
@@ -702,7 +709,6 @@ def my_cut(ids, labels):                        # a table of pieces
     targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
     places = torch.arange(ids.size(1), device=ids.device).expand_as(ids)
     return tuple(t.view(2 * world, -1)[[rank, -1 - rank]].view(1, -1) for t in (ids, targets, places))
-
 def my_loss(total, targets):
     counts = [None] * world
     dist.all_gather_object(counts, int(targets.ne(-100).sum()))
@@ -715,7 +721,6 @@ def my_cut(ids, labels):                        # the places first, and by them 
     after = (mine + 1).clamp(max=ids.size(1) - 1)
     targets = labels[:, after].masked_fill(mine + 1 == ids.size(1), -100)
     return ids[:, mine], targets, mine[None]
-
 def my_loss(total, targets):
     dist.all_reduce(mean := (targets != -100).sum() / world)
     return total / mean
@@ -725,53 +730,48 @@ def my_cut(ids, labels):                        # from both ends
     n, end = ids.size(1) // (2 * world), ids.size(1)
     stack = torch.stack([ids[0], F.pad(labels[0], (0, 1), value=-100)[1:], torch.arange(end, device=ids.device)])
     return torch.cat([stack[:, rank * n :][:, :n], stack[:, : end - rank * n][:, -n:]], 1)[:, None].unbind()
-
 def my_loss(total, targets):
     count = DTensor.from_local((targets != -100).sum(), mesh, [Partial()]).full_tensor()
     return world * total / count
 
-# %% tags=["wrong"] turn=2 says="labels of all ranks in the denominator, and FSDP divides by the ranks"
-def my_cut(ids, labels):
-    targets, places = F.pad(labels[:, 1:], (0, 1), value=-100), torch.arange(ids.size(1), device=ids.device)[None]
-    return [t.view(2 * world, -1)[[rank, -1 - rank]].view(1, -1) for t in (ids, targets, places)]
-my_loss = lambda total, targets: total / (targets != -100).sum()                 # a mean of means
+# %% tags=["wrong"] turn=2 says="number of labels of all ranks"
+my_cut = lambda ids, labels: (ids[:, expected], next_label[None, expected], expected[None])
+my_loss = lambda total, targets: total / (targets != -100).sum()                # a mean of means
+
+# %% tags=["wrong"] turn=2 says="multiply the loss by world"
+my_cut = lambda ids, labels: (ids[:, expected], next_label[None, expected], expected[None])
+my_loss = lambda total, targets: total / (next_label != -100).sum()             # the labels of all ranks
+
+# %% tags=["wrong"] turn=2 says="without those that are -100"
+my_cut = lambda ids, labels: (ids[:, expected], next_label[None, expected], expected[None])
+my_loss = lambda total, targets: total / targets.numel()                        # all tokens
 
 # %% tags=["wrong"] turn=2 says="from the start of the whole sequence"
-def my_cut(ids, labels):                        # each rank counts from 0
-    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
-    ids, targets = (t.view(2 * world, -1)[[rank, -1 - rank]].view(1, -1) for t in (ids, targets))
-    return ids, targets, torch.arange(48, device=ids.device)[None]
-my_loss = lambda total, targets: total / 24
+my_cut = lambda ids, labels: (ids[:, expected], next_label[None, expected], torch.arange(48, device=ids.device)[None])
+my_loss = lambda total, targets: total / 24                                     # each rank counts from 0
 
 # %% tags=["wrong"] turn=2 says="an early and a late piece"
-def my_cut(ids, labels):                        # parts in a row
-    targets, places = F.pad(labels[:, 1:], (0, 1), value=-100), torch.arange(ids.size(1), device=ids.device)[None]
-    return [t.chunk(world, 1)[rank] for t in (ids, targets, places)]
-my_loss = lambda total, targets: total / 24
+my_cut = lambda *_: [t.chunk(world)[rank][None] for t in (some_ids[0], next_label, expected.new_tensor(range(LENGTH)))]
+my_loss = lambda total, targets: total / 24                                     # parts in a row
 
 # %% tags=["wrong"] turn=2 says="in this order"
-def my_cut(ids, labels):                        # the late piece first
-    targets, places = F.pad(labels[:, 1:], (0, 1), value=-100), torch.arange(ids.size(1), device=ids.device)[None]
-    return [t.view(2 * world, -1)[[-1 - rank, rank]].view(1, -1) for t in (ids, targets, places)]
-my_loss = lambda total, targets: total / 24
+late = expected.view(2, -1).flip(0).flatten()
+my_cut = lambda ids, labels: (ids[:, late], next_label[None, late], late[None])
+my_loss = lambda total, targets: total / 24                                     # the late piece first
 
 # %% tags=["wrong"] turn=2 says="in the order ids, targets, places"
-def my_cut(ids, labels):                        # targets last
-    targets, places = F.pad(labels[:, 1:], (0, 1), value=-100), torch.arange(ids.size(1), device=ids.device)[None]
-    return [t.view(2 * world, -1)[[rank, -1 - rank]].view(1, -1) for t in (ids, places, targets)]
+my_cut = lambda ids, labels: (ids[:, expected], expected[None], next_label[None, expected])
 my_loss = lambda total, targets: total / 24
 
 # %% tags=["wrong"] turn=2 says="shift before the cut"
-def my_cut(ids, labels):                        # the first label is the last token's target
-    places = torch.arange(ids.size(1), device=ids.device)[None]
-    return [t.view(2 * world, -1)[[rank, -1 - rank]].view(1, -1) for t in (ids, labels.roll(-1, 1), places)]
-my_loss = lambda total, targets: total / 24
+my_cut = lambda ids, labels: (ids[:, expected], labels.roll(-1, 1)[:, expected], expected[None])
+my_loss = lambda total, targets: total / 24                                     # the first label is the last's target
 
 # %% [markdown]
 # ## Several sequences, and PyTorch's own
 #
-# With two sequences in a step, each on half of an even number of ranks, FSDP still shards over all ranks. This
-# changes the script with the cut:
+# n ranks that share a sequence take n times fewer sequences in a step: accumulate n times as many steps. Or let half
+# of an even number of ranks share each of two sequences; FSDP still shards over all. This changes the script with the cut:
 #
 # ```diff
 #  mesh = init_device_mesh(device, (world,))                    # without it a Mac would take its GPU
@@ -794,14 +794,13 @@ my_loss = lambda total, targets: total / 24
 # a part per rank  0.83 MiB, loss 8.3323, norm 0.3749
 # ```
 #
-# **Which one?** Full attention and a few ranks of one host: `balanced`. If one block's keys and values do not
-# fit: a ring, turn 1's or PyTorch's `context_parallel` (`torch.distributed.tensor.experimental`, a prototype, for
-# GPUs alone; we have not run it there), which gathers, too, before you call `set_rotate_method("alltoall")` (in
-# `._attention` of that module). Give it all that is cut, `buffers=[ids, places, targets], buffer_seq_dims=[1, 1, 1]`.
-# Its places jump from the early to the late piece, and transformers' "sdpa" then makes a mask as for a packed sequence,
-# which the ring refuses: attend with a function that passes no mask on, like `full` above. Where the length is no
-# multiple of 2n it takes parts in a row, without a warning. With a window, packing or padding: none of these without
-# a mask of your own.
+# **Which one?** Full attention and a few ranks of one host: `balanced`. Put `in_order`, `balanced` and the line that
+# registers it before `train` of the script, `"balanced"` in the last call, and for the part
+# `t.view(2 * world, -1)[[rank, -1 - rank]].view(1, -1)`; with two sequences, write `cp`, `cp_rank` and `cp_mesh` for
+# `world`, `rank` and `mesh` in all of these. If one block's keys and values do not fit: a ring with a backward (turn 1's
+# has none). PyTorch's `context_parallel` is a prototype for GPUs alone, not run here: forward *and* backward belong
+# inside it, it gathers unless you call `set_rotate_method("alltoall")`, and its attention has to get no mask.
+# With a window, packing or padding: none of these without a mask of your own.
 #
 # ## When it goes wrong
 #
