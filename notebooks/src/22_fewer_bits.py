@@ -31,13 +31,13 @@ axes.axis("off")
 plots.show(fig, alt="Trained: 4 bytes are encoded to 1, gathered, decoded to 2. Frozen: half a byte is gathered, decoded to 2.")
 
 # %% [markdown]
-# Bytes for each weight, without scales.
+# The figure counts bytes for each weight, without scales.
 #
 # | your weights | what to do | what it costs |
 # |:--|:--|:--|
 # | frozen, beside trained adapters (QLoRA) | store 4 bits, with a scale for each 64 weights | a rounding error of 11%; decoded in forward and, under activation checkpointing, in backward |
 # | trained, all-gathers hidden behind computation | gather in bf16 | a rounding error of 0.2% |
-# | trained, the GPU waits for all-gathers | send int8, with a scale for each 64 weights (leave biases and norms) | a rounding error of 0.6%; coded and decoded for each gather |
+# | trained, the GPU waits for all-gathers | send int8, with a scale for each 64 weights (matrices with rows that divide by the ranks; leave biases and norms) | a rounding error of 0.6%; coded and decoded for each gather |
 # | trained, with matrix products in float8 | send float8, with one scale for all ranks | a rounding error of 2.7%; an all-reduce of scales |
 #
 # The rounding error is the norm of the errors over the norm of the weights, measured below: bf16's on a trained model,
@@ -59,7 +59,7 @@ lesson.card(
 # adapter, two small trained matrices whose product is added to the weight ([lesson
 # 9](09_child_tuning.ipynb)). The script stores the frozen weight in bf16, then in 4 bits. `pack` divides each
 # row by a **scale** and rounds to a **code** from 1 to 15. Two codes share a byte, so the parameter is
-# `uint8`; `unpack` turns codes and scales back into weights.
+# `uint8`; `unpack` turns codes and scales back into weights. `fsdp_utils` only counts the bytes gathered.
 #
 # ```python
 # import torch
@@ -132,10 +132,10 @@ lesson.card(
 # [QLoRA](https://arxiv.org/abs/2305.14314) reports the quality of 16 bits with NF4, whose levels are denser
 # around 0, and a higher perplexity with even steps.
 #
-# For a large model take turn 1's `pack` and `unpack`, with a scale for each 64 weights, and
-# `fully_shard(checkpoint_wrapper(block))` for each block ([lesson 2](02_activation_checkpointing.ipynb)).
+# For a large model take the `pack` and `unpack` that solve turn 1, with a scale for each 64 weights (in this script: loss
+# 0.013), and `fully_shard(checkpoint_wrapper(block))` for each block ([lesson 2](02_activation_checkpointing.ipynb)).
 # In the script `x` has no gradient, so the frozen weight is not kept for backward. In a model, **without
-# checkpointing each rank keeps in bf16 all frozen layers behind the first adapter**: where a layer's input has a
+# checkpointing each rank keeps in bf16 all frozen layers after the first adapter**: where a layer's input has a
 # gradient, autograd keeps the decoded weight of `x @ weight.T` until backward, 128 KiB for such a layer beside a
 # shard of 8.1 KiB. A weight stored in bf16 does not do so: `reshard` frees the storage that autograd refers to.
 #
@@ -228,12 +228,11 @@ ways, happens = ranks.get("ways")[0], ranks.get("happens")[0]
 assert happens[0] == "Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.uint8"
 assert happens[1:] == ["right", "right", "right", "right", "wrong output, no error"]
 rows = [[f"FSDP{way[0]}", *(name or "-" for name in way[1:]), found] for way, found in zip(ways, happens)]
-Table(["", "codes stored as", "adapter", "param_dtype", "what happens"], rows)
+Table(["", "codes stored as", "adapter", "policy's param_dtype", "what happens"], rows)
 
 # %% [markdown]
 # The last row fails **silently**: codes stored as bf16 are cast to fp16 *as numbers*. Where codes have a
-# floating-point dtype, make `param_dtype` the same. **This holds for plain parameters**; bitsandbytes' `Params4bit`
-# loses its scales (last table).
+# floating-point dtype, make `param_dtype` the same.
 #
 # ## How many weights share a scale
 #
@@ -297,7 +296,7 @@ plots.show(fig, alt="Rounding error over the size of large weights: float8 with 
 #   and 27% at eighty. A bf16 scale for each 64 weights costs a quarter of a bit.
 # - **Int8 in blocks has the smallest error**, up to 320 standard deviations with one large weight, and up to 40 with
 #   one in a thousand. With one scale it is 18% at eighty.
-# - **Float8 gets by with one scale**: each number has its own exponent. The error stays at 2.5 to 2.7%.
+# - **Float8 gets by with one scale**: each number has its own exponent. The error stays at 2.5 to 2.7% here.
 #
 # `(w.abs() > 15 * w.abs().median()).float().mean()` is the share of weights above ten standard deviations of the
 # others. If it is near 0.001, compare 4 bits with 16 on your loss first.
@@ -326,7 +325,7 @@ def distance(w, exact):
     "bits for each weight": at_most(4.5, "Too many bits: two codes share a byte, and 64 weights a scale."),
     "has negative weights": exactly(True, "Negative weights are lost: add 8 to the codes in `pack`; in `unpack` make them floats, then subtract it."),
     "error without large weights, %": at_most(18, "`unpack` does not give back what `pack` got: look at rounding, codes from 0 to 15, the offset of 8, the shift, and the order of the two codes in a byte."),
-    "error beside large weights, %": at_most(14, "One large weight spoils too many others: use smaller blocks, each with a scale."),
+    "error beside large weights, %": at_most(14, "One large weight spoils too many others: use smaller blocks, each with a scale, or make 0 one of the levels."),
     "change under FSDP2, %": at_most(1, CAST),
 })
 def score_pack(pack, unpack):
@@ -378,14 +377,14 @@ def unpack(codes, scales):                                      # -> [256, 256]
 
 
 # %% tags=["solution"] turn=1
-def pack(weight):
-    blocks = weight.view(256, 4, 64)
+def pack(weight):                                               # any matrix, in blocks of 64 columns
+    blocks = weight.unflatten(1, (-1, 64))
     scales = blocks.abs().amax(2, keepdim=True) / 7
-    codes = ((blocks / scales).round() + 8).to(torch.uint8).view(256, 256)
+    codes = ((blocks / scales).round() + 8).to(torch.uint8).flatten(1)
     return codes[:, ::2] | codes[:, 1::2] << 4, scales.bfloat16()
-def unpack(codes, scales):
-    pairs = torch.stack([codes & 15, codes >> 4], -1).view(256, 4, 64)
-    return ((pairs.float() - 8) * scales.float()).view(256, 256)
+def unpack(codes, scales):                                      # -> bf16
+    pairs = torch.stack([codes & 15, codes >> 4], -1).flatten(1).unflatten(1, (-1, 64))
+    return ((pairs.bfloat16() - 8) * scales).flatten(1)
 
 # %% tags=["right"] turn=1
 def pack(weight):                                               # from the least to the largest
@@ -423,60 +422,55 @@ def pack(weight):                                               # a scale for ea
     scales = weight.abs().amax(0, keepdim=True) / 7
     codes = ((weight / scales).round() + 8).to(torch.uint8)
     return codes[:, ::2] | codes[:, 1::2] << 4, scales.bfloat16()
-def unpack(codes, scales):
-    return (torch.stack([codes & 15, codes >> 4], -1).flatten(1).float() - 8) * scales.float()
+unpack = lambda codes, scales: (torch.stack([codes & 15, codes >> 4], -1).flatten(1).float() - 8) * scales.float()
+
+# %% tags=["wrong"] turn=1 says="make 0 one of the levels"
+def pack(weight):                                               # even levels around 0, without 0
+    scales = (blocks := weight.view(256, 4, 64)).abs().amax(2, keepdim=True) / 7.5
+    codes = (blocks / scales + 7.5).round().clamp(0, 15).to(torch.uint8).view(256, 256)
+    return codes[:, ::2] | codes[:, 1::2] << 4, scales.bfloat16()
+unpack = lambda codes, scales: ((torch.stack([codes & 15, codes >> 4], -1).view(256, 4, 64) - 7.5) * scales.float()).view(256, 256)
 
 # %% tags=["wrong"] turn=1 says="has to return two tensors"
 pack, unpack = (lambda weight: weight.bfloat16()), (lambda codes: codes)
 
 # %% tags=["wrong"] turn=1 says="two codes share a byte"
 def pack(weight):                                               # a byte for each
-    blocks = weight.view(256, 4, 64)
-    scales = blocks.abs().amax(2, keepdim=True) / 7
+    scales = (blocks := weight.view(256, 4, 64)).abs().amax(2, keepdim=True) / 7
     return ((blocks / scales).round() + 8).to(torch.uint8), scales.bfloat16()
-def unpack(codes, scales):
-    return ((codes.float() - 8) * scales.float()).view(256, 256)
+unpack = lambda codes, scales: ((codes.float() - 8) * scales.float()).view(256, 256)
 
 # %% tags=["wrong"] turn=1 says="Negative weights are lost"
 def pack(weight):
-    blocks = weight.view(256, 4, 64)
-    scales = blocks.abs().amax(2, keepdim=True) / 15
+    scales = (blocks := weight.view(256, 4, 64)).abs().amax(2, keepdim=True) / 15
     codes = (blocks / scales).round().clamp(0, 15).to(torch.uint8).view(256, 256)
     return codes[:, ::2] | codes[:, 1::2] << 4, scales.bfloat16()
-def unpack(codes, scales):
-    return (torch.stack([codes & 15, codes >> 4], -1).view(256, 4, 64) * scales.float()).view(256, 256)
+unpack = lambda codes, scales: (torch.stack([codes & 15, codes >> 4], -1).view(256, 4, 64) * scales.float()).view(256, 256)
 
 # %% tags=["wrong"] turn=1 says="make them floats, then subtract"
 def pack(weight):                                               # uint8 - 8 wraps
-    blocks = weight.view(256, 4, 64)
-    scales = blocks.abs().amax(2, keepdim=True) / 7
+    scales = (blocks := weight.view(256, 4, 64)).abs().amax(2, keepdim=True) / 7
     codes = ((blocks / scales).round() + 8).to(torch.uint8).view(256, 256)
     return codes[:, ::2] | codes[:, 1::2] << 4, scales.bfloat16()
-def unpack(codes, scales):
-    return ((torch.stack([codes & 15, codes >> 4], -1).view(256, 4, 64) - 8) * scales.float()).view(256, 256)
+unpack = lambda codes, scales: ((torch.stack([codes & 15, codes >> 4], -1).view(256, 4, 64) - 8) * scales.float()).view(256, 256)
 
 # %% tags=["wrong"] turn=1 says="does not give back what `pack` got"
 def pack(weight):                                               # cut off instead of rounded
-    blocks = weight.view(256, 4, 64)
-    scales = blocks.abs().amax(2, keepdim=True) / 7
+    scales = (blocks := weight.view(256, 4, 64)).abs().amax(2, keepdim=True) / 7
     codes = (blocks / scales + 8).to(torch.uint8).view(256, 256)
     return codes[:, ::2] | codes[:, 1::2] << 4, scales.bfloat16()
-def unpack(codes, scales):
-    return ((torch.stack([codes & 15, codes >> 4], -1).view(256, 4, 64).float() - 8) * scales.float()).view(256, 256)
+unpack = lambda codes, scales: ((torch.stack([codes & 15, codes >> 4], -1).view(256, 4, 64).float() - 8) * scales.float()).view(256, 256)
 
 # %% tags=["wrong"] turn=1 says="the offset of 8"
 def pack(weight):                                               # 8 is subtracted, but not added
-    blocks = weight.view(256, 4, 64)
-    scales = blocks.abs().amax(2, keepdim=True) / 7
+    scales = (blocks := weight.view(256, 4, 64)).abs().amax(2, keepdim=True) / 7
     codes = (blocks / scales).round().to(torch.int8).view(torch.uint8).view(256, 256)
     return codes[:, ::2] & 15 | codes[:, 1::2] << 4, scales.bfloat16()
-def unpack(codes, scales):
-    return ((torch.stack([codes & 15, codes >> 4], -1).view(256, 4, 64).float() - 8) * scales.float()).view(256, 256)
+unpack = lambda codes, scales: ((torch.stack([codes & 15, codes >> 4], -1).view(256, 4, 64).float() - 8) * scales.float()).view(256, 256)
 
 # %% tags=["wrong"] turn=1 says="the policy casts floating-point parameters"
 def pack(weight):                                               # stored as fp16
-    blocks = weight.view(256, 4, 64)
-    scales = blocks.abs().amax(2, keepdim=True) / 7
+    scales = (blocks := weight.view(256, 4, 64)).abs().amax(2, keepdim=True) / 7
     codes = ((blocks / scales).round() + 8).to(torch.uint8).view(256, 256)
     return (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.float16), scales.bfloat16()
 def unpack(codes, scales):
@@ -494,18 +488,10 @@ def unpack(codes, scales):
 # ### When it pays
 #
 # Only where the GPU waits for all-gathers: slow links, small batches. An 8-bit gather sends 1 byte less for each
-# weight, and decodes on the stream that computes: 23 bytes of memory traffic for each weight in `Float8`, 15 in `Int8`,
-# counted from the operations of the classes below. At an H100's 3350 GB/s `Float8` breaks even with a link of
-# 3350 / 23 = 146 GB/s, `Int8` at 223: **where nothing overlaps with a gather, both gain between hosts (50 GB/s), and
-# both lose within an NVLink host (450 GB/s) unless `torch.compile` makes one kernel of the decoding (calculated, not
-# tried here).** Where computation hides most of the bf16 gather, decoding costs more than the wire saves between hosts,
-# too. Coding the shard, all-reduces of scales and FSDP2's own copies are not counted.
-#
-# Of the gain of float8 products and float8 gathers together, the products bring "typically 80%", says a torchtitan
-# developer ([issue 687](https://github.com/pytorch/torchtitan/issues/687)): torchao's products read the gathered
-# codes, where this lesson's `Float8` decodes. Without a float8 gather, with input and weight both cast, a forward
-# product of 8,192 by 8,192 weights ran 0.71, 0.98 and 1.53 times as fast as in bf16, for 1,024, 4,096 and 16,384
-# tokens (one H200, compiled, torch 2.11, one run).
+# weight, and decodes on the stream that computes: **where nothing overlaps with a gather, `Float8` and `Int8` below
+# gain between hosts (50 GB/s) and lose within an NVLink host (450 GB/s), unless `torch.compile` makes one kernel of the
+# decoding** (calculated for an H100: decoding moves 23 bytes per weight in `Float8`, 15 in `Int8`). Where computation
+# hides most of the bf16 gather, decoding costs more than the wire saves between hosts, too.
 #
 # ### Two hooks of a weight
 #
@@ -515,9 +501,8 @@ def unpack(codes, scales):
 # the weight from both, in the policy's `param_dtype`. `reshard` frees the gathered tensors, and what the second hook
 # names in a tuple.
 #
-# Both classes derive from `Hooked` (folded), a `torch.Tensor` around a float32 tensor, `inner`. The results of
-# operations in its `KEEP` become `Hooked` again. `fully_shard` makes the shard with `new_zeros` and `slice`: without either in
-# `KEEP` the shard is a plain tensor, and FSDP2 gathers it in `param_dtype`, 2 bytes per weight, with no error.
+# Both classes derive from `Hooked` (folded), a `torch.Tensor` around a float32 tensor, `inner`. Its
+# `__torch_dispatch__` gets each operation on such a tensor; the results of those in its `KEEP` become `Hooked` again.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -660,8 +645,8 @@ Table(["", "KiB gathered", "KiB reduced", "error of a gathered weight, worst ran
 # **Leave biases and norms as they are**: both classes take matrices. All ranks must send equally many bytes,
 # so `Float8` pads to the rows of rank 0. Without padding only the ranks with fewer rows raise, and the others
 # wait. A rank without rows (9 rows on 4 ranks are 3, 3, 3, 0) raises even with it: an empty shard has no
-# maximum. `Int8` takes columns that are a multiple of 64, and cannot pad with this hook: torch checks that each tensor
-# has the shape of the padded shard, which scales do not have.
+# maximum. `Int8` takes columns that are a multiple of 64, and cannot pad: torch checks that each tensor that a hook
+# with these arguments returns has the shape of the padded shard, which scales do not have.
 #
 # ## Your turn 2 · One all-reduce for all scales
 #
@@ -765,13 +750,25 @@ def find_scales(parameters):                                    # one for the mo
     return [largest / 448 for _ in parameters]
 
 # %% [markdown]
+# With this class in place of `Float8`, forward and backward send no all-reduce. Run the loop before the first step and
+# after each `optimizer.step()`; `parameters` is `list(model.parameters())`.
+#
+# ```python
+# class Scaled(Float8):
+#     find_scale = lambda self, mesh: self.scale
+#
+# with torch.no_grad():
+#     for parameter, scale in zip(parameters, find_scales(parameters)):
+#         parameter._local_tensor.scale = scale               # on `to_local()` it would be lost
+# ```
+#
 # ## In a real model
 #
 # torchao's names for what you saw by hand, from its documentation; not run here.
 #
 # | you want | torchao |
 # |:--|:--|
-# | frozen 4-bit weights under FSDP2 | [`to_nf4`](https://github.com/pytorch/ao/pull/4256) from `torchao.quantization`, as in torchtune's QLoRA ([issue 1029](https://github.com/meta-pytorch/torchtune/issues/1029)); it keeps the codes for backward, not the weight ([pull 118](https://github.com/pytorch/ao/pull/118)) |
+# | frozen 4-bit weights under FSDP2 | [`to_nf4`](https://github.com/pytorch/ao/pull/4256) from `torchao.quantization`, as in torchtune's QLoRA ([issue 1029](https://github.com/meta-pytorch/torchtune/issues/1029)); it keeps the codes for backward, not the weight ([tutorial](https://github.com/meta-pytorch/torchtune/pull/693)) |
 # | float8 gathers and products | [`convert_to_float8_training`](https://docs.pytorch.org/ao/stable/api_ref_float8.html), before `fully_shard`, with `Float8LinearConfig(enable_fsdp_float8_all_gather=True)` |
 # | turn 2's single all-reduce | [`precompute_float8_dynamic_scale_for_fsdp(model)`](https://docs.pytorch.org/ao/stable/generated/torchao.float8.precompute_float8_dynamic_scale_for_fsdp.html) after each `optimizer.step()` |
 #
@@ -785,8 +782,8 @@ def find_scales(parameters):                                    # one for the mo
 # | bitsandbytes under FSDP2: a loss of 0, NaN, or all 4-bit weights on each rank | shards of `Params4bit` lose its scales ([issue 3983](https://github.com/huggingface/accelerate/issues/3983)); accelerate leaves `uint8` ones whole ([pull 3987](https://github.com/huggingface/accelerate/pull/3987)) | codes and scales as plain parameters, or torchao's `to_nf4` |
 # | float8: a poor loss, or ranks differ on the same batch | a scale for each rank | all-reduce it, with MAX |
 # | `must return all-gather inputs with the padded sharded size`, or a hang | a hook without padding, or `Int8` | pad; one scale for the weight |
-# | `Unsupported global` in `dcp.load` | the checkpoint names the class of the shards | `save_distributed` and `load_distributed`, or `torch.serialization.safe_globals([Float8])` |
-# | `Expected out tensor to have dtype`, or gathers of 2 bytes again | `load_state_dict(assign=True)` or `to_empty` replaced the `Float8` shards by plain ones | load without `assign`; make `Float8` of weights that are on their device |
+# | `Unsupported global` in `dcp.load` | the checkpoint names the class of the shards | `save_distributed` and `load_distributed` of `fsdp_utils`, or `torch.serialization.safe_globals([Float8])` |
+# | `Expected out tensor to have dtype`, or gathers of 2 bytes again | `load_state_dict(assign=True)` or `to_empty` replaced the `Float8` shards by plain ones, or `KEEP` lacks `new_zeros` or `slice`, with which `fully_shard` makes them | load without `assign`; make `Float8` of weights that are on their device; complete `KEEP` |
 # | memory as with bf16 weights | decoded weights stay: in autograd, in a cache, or as the hook's tuple was empty | activation checkpointing; no cache; name in the tuple what the hook made |
 #
 # ## The rule
