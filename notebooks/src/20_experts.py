@@ -577,6 +577,8 @@ Table(HEAD, rows, note="The gradients of experts, as multiples of those in one p
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
+from torch.utils._pytree import tree_leaves
+
 from fsdp_utils.collectives.c10d_hooks import listen_to_calls
 
 
@@ -597,19 +599,22 @@ def score_norm(my_norm):
     gradients = [p.grad for p in model.parameters()]
     right = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
 
+    def sent(call):
+        numbers = [f"{t.sum():.3g}" for t in tree_leaves(call.given) if t.is_floating_point()]
+        return call.group.group_name, numbers, call.bytes_in
+
     calls = [], []
     try:
         for other, seen in enumerate(calls):                # a set of the meshes begins with the one, then the other
             for mesh in (gradient.device_mesh for gradient in gradients):
                 mesh._hash = 1 + ((mesh == everyone) ^ other)
-            with listen_to_calls(lambda call, issue, seen=seen: seen.append(call) or issue()):
+            with listen_to_calls(lambda call, issue, seen=seen: seen.append(sent(call)) or issue()):
                 norm = my_norm(list(gradients))
                 norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     finally:
         for gradient in gradients:
             gradient.device_mesh._hash = None               # torch computes it again
-    one, other = ([call.group.group_name for call in seen] for seen in calls)
-    if one != other:
+    if calls[0] != calls[1]:
         raise NotYet("The order of your collectives is that of a `set` of meshes. It differs between processes, so under "
                      "torchrun ranks wait in collectives of different meshes. Take the keys of a dict.")
     try:
@@ -622,7 +627,7 @@ def score_norm(my_norm):
     return {
         "ranks with another norm than rank 0": others,
         "norm, times the right one": None if others else norms[0],
-        "KiB passed to collectives": sum(call.bytes_in for call in calls[0]) / 1024,
+        "KiB passed to collectives": sum(size for _, _, size in calls[0]) / 1024,
     }
 
 
