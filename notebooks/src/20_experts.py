@@ -499,7 +499,7 @@ def parallel(ep, divide=True, seed=0):
             fully_shard(experts, mesh=mesh["fsdp"])         # a unit of its own, on a mesh of its own
             if divide:
                 experts.set_gradient_divide_factor(world)
-                experts.set_force_sum_reduction_for_comms(world > ep)       # gloo needs it, see below
+                experts.set_force_sum_reduction_for_comms(world > ep)       # for gloo
         fully_shard(layer, mesh=everyone)
     return fully_shard(model, mesh=everyone)
 
@@ -507,7 +507,7 @@ def parallel(ep, divide=True, seed=0):
 # `F.grouped_mm` computes `rows[a:b] @ weight[e]` for all experts in one call; `ends` says where the rows of
 # each expert end. `to` and `by` count the rows for and from each rank; `% here` makes an expert's number one of
 # this rank's. The backward of `all_to_all_single` sends the gradients back. The next cell compares with one
-# process, and counts.
+# process.
 
 # %% tags=["sizes"]
 # %%ranks
@@ -778,7 +778,7 @@ Table(HEAD, rows, note="Routed otherwise: tokens of rank 0 for which the last ra
 
 # %% [markdown]
 # The bias is a **buffer**, and FSDP does not synchronise buffers. From each rank's own counts it balances as
-# well, in almost three times the steps, but it differs between ranks: the same token is routed otherwise there,
+# well, in two to three times the steps, but it differs between ranks: the same token is routed otherwise there,
 # and `save_distributed` refuses to save the bias. So sum the counts over all ranks.
 #
 # ## Checkpoint with another EP size
