@@ -3,10 +3,9 @@
 #
 # In a mixture of experts (MoE), a block has many feed-forward networks, the experts, and each token uses a
 # few of them. Who gathers an expert, and where is it computed? **Under FSDP every rank gathers all experts of
-# a block, also those that its tokens don't use: where a block's experts fit into memory about four times (two
-# blocks' weights, full gradients, a reduce-scatter's input), keep them in one parameter and make the block the
-# unit. Where they don't, or gathering takes too long, give each rank some of the experts and send it their
-# tokens: expert parallelism.**
+# a block, also those that its tokens don't use: where a block's experts fit into memory about four times (five,
+# if a loop computes them), keep them in one parameter and make the block the unit. Where they don't, or gathering
+# takes too long, give each rank some of the experts and send it their tokens: expert parallelism.**
 
 # %% jupyter={"source_hidden": true}
 from matplotlib.patches import Rectangle
@@ -48,7 +47,7 @@ lesson.card(
     learn="train a mixture of experts under FSDP without mixing up experts, and divide experts among ranks",
     needs="lessons [1](01_transformer_wrapper.ipynb), [15](15_when_it_hangs.ipynb); then [16](16_two_dimensions.ipynb)",
     ranks="4 on the CPU (2 or 3 work: set `FSDP_RANKS`)",
-    minutes=(1, 36, 20),
+    minutes=(1, 40, 20),
 )
 
 # %% [markdown]
@@ -114,9 +113,9 @@ lesson.card(
 # zeros for unused    output off by 0.00, gradient of expert 0 off by 0.00
 # ```
 #
-# No line raises an error. "Off by 1.00" means: as far away as the right value is large (a wrong gradient can be
-# longer than the right one). The first way computes with wrong weights, the second with right weights and
-# trains with wrong gradients. Only the third equals one process.
+# No line raises an error. "Off by 1.00" means: as far away as the right value is large. The first way computes
+# with wrong weights, the second with right weights and trains with wrong gradients. Only the third equals one
+# process.
 #
 # ## Why the weights were mixed
 #
@@ -159,23 +158,16 @@ class Apart(nn.Module):                                     # a module for each 
             out[chosen == e] = self.experts[e](x[chosen == e])
         return out
 
-
-def numbered(each):
+# %% tags=["glued"]
+# %%ranks
+token, mine, seen = torch.full((1, 48), 1 / 48), torch.tensor([rank]), {}   # a mean over each row
+for name in ("each expert a unit", "the block a unit"):
     model = Apart()
     for e, expert in enumerate(model.experts):
         nn.init.constant_(expert.weight, e)
-    for part in [*model.experts, model] if each else [model]:
+    for part in [*model.experts, model] if name.startswith("each") else [model]:
         fully_shard(part, mesh=everyone)
-    return model
-
-
-# %% tags=["glued"]
-# %%ranks
-token, mine = torch.full((1, 48), 1 / 48), torch.tensor([rank])             # a mean over each row
-seen = {
-    name: numbered(each)(token, mine)[0].round().int().tolist()
-    for name, each in {"each expert a unit": True, "the block a unit": False}.items()
-}
+    seen[name] = model(token, mine)[0].round().int().tolist()
 
 # %% jupyter={"source_hidden": true}
 seen = ranks.get("seen")
@@ -197,7 +189,7 @@ plots.show(fig, alt="With a unit for each expert, each rank computes with rows o
 # Rows 0 to 11 are from expert 0, the next from expert 1, and so on: every rank computes with the same
 # mixture, and none with its expert. In backward the same happens to the gradients. `check_in_step` ([lesson
 # 15](15_when_it_hangs.ipynb)) reports the first such call with the unit of each rank: `rank 0: all_gather …,
-# for experts.0`, `rank 1: all_gather …, for experts.1`.
+# for experts.0`.
 #
 # With the block as the unit, all ranks gather all experts, and the output is right. The gradients still go
 # wrong: FSDP2 puts into its reduce-scatter the parameters of the unit that **got a gradient**. On rank 0 that
@@ -212,36 +204,17 @@ plots.show(fig, alt="With a unit for each expert, each rank computes with rows o
 # - **`model.set_reduce_scatter_unused_params(True)`** after `fully_shard` (FSDP2, as of torch 2.13): a
 #   parameter without a gradient joins with zeros. Units of single experts stay wrong: their all-gathers are
 #   still mixed.
-# - **One parameter for all experts**, `f32[experts, in, out]`. Indexing one expert gives a gradient for the
-#   whole parameter. For Mixtral, Qwen3-MoE and others transformers 5 keeps all experts' gate and up projections
-#   in one parameter, [experts, 2 x inner width, hidden], and the down projections in another; in version 4 each
-#   expert was a module.
-# - A third way also mends units of single experts; you find it in turn 1.
+# - **One parameter for all experts**, `f32[experts, in, out]`: each rank has a gradient for all of it. `unbind`
+#   it once before the loop: each index, as in `weight[e]`, would make a gradient of the full size. At the peak
+#   of backward a loop holds two such gradients, `F.grouped_mm` (below) one. Transformers 5 keeps the experts of
+#   Mixtral, Qwen3-MoE and others in two such parameters, so `fsdp_utils.shard(model)` is right as it is. In
+#   version 4 each expert was a module: set the switch.
+# - A third way, which also mends units of single experts, is turn 1.
 #
-# The next cell tries the first two, without a router: rank `r` chooses expert `r` for all tokens. `errors`
-# (folded) takes the largest error over all ranks and parameters.
+# Of the first two, prefer one parameter: nothing has to be remembered. In both, an expert that no rank uses has
+# a gradient of zero, not None: AdamW still decays it, and moves it by its momentum.
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-import logging
-
-logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # two gathers, not one
-
-
-def errors(out, right, model, alone):
-    largest = max(p.grad.norm() for p in alone.parameters() if p.grad is not None)
-    worst = [(out - right).norm() / right.norm()]
-    for mine, theirs in zip(model.parameters(), alone.parameters()):
-        wanted = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
-        wanted = distribute_tensor(wanted, everyone, [Shard(0)]).to_local()
-        found = torch.zeros_like(wanted) if mine.grad is None else mine.grad.to_local()
-        worst.append((found - wanted).norm() / largest)
-    worst = torch.stack([worst[0], max(worst[1:])]).detach()
-    dist.all_reduce(worst, dist.ReduceOp.MAX)               # the same on all ranks
-    return worst.tolist()
-
-
-# %% tags=["ways"]
+# %%
 # %%ranks
 class Together(nn.Module):                                  # one parameter for all experts
     def __init__(self):
@@ -249,46 +222,192 @@ class Together(nn.Module):                                  # one parameter for 
         self.weight = nn.Parameter(torch.randn(world, 48, 48) / 7)
 
     def forward(self, x, chosen):
-        out = torch.zeros_like(x)
+        out, experts = torch.zeros_like(x), self.weight.unbind()
         for e in chosen.unique().tolist():
-            out[chosen == e] = x[chosen == e] @ self.weight[e]
+            out[chosen == e] = x[chosen == e] @ experts[e]
         return out
 
+# %% tags=["ways"] jupyter={"source_hidden": true}
+# %%ranks
+import logging
 
-def compare(make, yours=None, each=False, unused=False, choose=lambda r: r):
-    """The largest errors of output and gradients; rank r chooses expert choose(r)."""
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # silences DTensor's advice
+
+
+def errors(out, right, model, alone):
+    largest = max(p.grad.norm() for p in alone.parameters() if p.grad is not None)
+    worst = [(out - right).norm() / right.norm()]
+    for mine, theirs in zip(model.parameters(), alone.parameters()):
+        found, wanted = (torch.zeros_like(p) if p.grad is None else p.grad for p in (mine, theirs))
+        wanted = distribute_tensor(wanted, everyone, [Shard(0)])
+        worst.append((found.to_local() - wanted.to_local()).norm() / largest)
+    worst = torch.stack([worst[0], max(worst[1:])]).detach()
+    dist.all_reduce(worst, dist.ReduceOp.MAX)               # the same on all ranks
+    return worst.tolist()
+
+
+def compare(make, yours=None, each=False, unused=False, choose=lambda r: torch.full((16,), r)):
+    """The largest errors of output and gradients; rank r's tokens choose experts choose(r)."""
     torch.manual_seed(0)
     alone, model, x = make(), (yours or make)(), torch.randn(world, 16, 48)
     model.load_state_dict(alone.state_dict())
-    right = alone(x.flatten(0, 1), torch.tensor([choose(r) for r in range(world)]).repeat_interleave(16))
+    right = alone(x.flatten(0, 1), torch.cat([choose(r) for r in range(world)]))
     right.square().mean().backward()
     for part in [*model.experts, model] if each else [model]:
         fully_shard(part, mesh=everyone, reshard_after_forward=False)       # one gather is enough here
     model.set_reduce_scatter_unused_params(unused)
-    out = model(x[rank], torch.full((16,), choose(rank)))
+    out = model(x[rank], choose(rank))
     out.square().mean().backward()
     return errors(out, right.chunk(world)[rank], model, alone)
 
 
-ways = {
-    "each expert a unit, unused ones left out": compare(Apart, each=True),
-    "the block a unit, unused ones left out": compare(Apart),
-    "set_reduce_scatter_unused_params(True)": compare(Apart, unused=True),
-    "one parameter": compare(Together),
-}
-
-# %% jupyter={"source_hidden": true}
-ways = ranks.get("ways")[0]
-glued, half, *mended = ways.values()
+glued, half = compare(Apart, each=True), compare(Apart)     # each expert a unit, the block a unit
 assert min(glued[0], glued[1], half[1]) > 0.3
 assert half[0] < 1e-6
-assert all(max(found) < 1e-5 for found in mended)
-print(f"Outputs and gradients off by less than 0.00001: {', '.join(list(ways)[2:])}.")
+assert max(*compare(Apart, unused=True), *compare(Together)) < 1e-5         # the first two ways
 
 # %% [markdown]
-# Prefer one parameter: nothing has to be remembered. In all three ways an expert that no rank uses has a
-# gradient of zero, not None: AdamW still decays it, and moves it by its momentum.
+# ## Your turn 1 · Leave nobody waiting
 #
+# A model comes with each expert as a unit, and you may not change the units. Write `my_experts(x, chosen,
+# experts)`: `x` is f32[tokens, 48], `chosen` i64[tokens] has the expert of each token, and `experts` is the
+# list of modules. It returns f32[tokens, 48], each token computed by its expert, so that output and gradients
+# are right on every rank, whatever the tokens choose. Three routings are tried: rank `r` chooses expert `r` for
+# all tokens, all ranks choose expert 0, and tokens that mix all experts. The rows that the experts compute are
+# counted.
+#
+# <details><summary>Hint</summary>
+#
+# Every rank has to call every expert that some rank uses, in the same order, and each of these calls has to be
+# part of the output. How many rows does a call need?
+#
+# </details>
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
+
+
+@turn(1, {
+    "error of the output, %": at_most(
+        0.1, "The output is not that of each token's expert. Where the ranks don't call the same experts in the same "
+        "order, a rank computes with rows of another expert. A dummy row must add zero."
+    ),
+    "its error where tokens mix experts, %": at_most(
+        0.1, "The output is right where a rank's tokens choose one expert, and wrong where they mix: the rows have "
+        "to be in the order of the tokens, row `i` from expert `chosen[i]`."
+    ),
+    "error of the gradients, %": at_most(
+        0.1, "The output is right and the gradients are not: an expert whose result is not in the output gets no "
+        "backward on this rank, and the ranks' reduce-scatters are paired wrongly."
+    ),
+    "rows computed, for 16 tokens": at_most(
+        16 + world, "Too many rows: each expert should compute only the tokens that chose it (one spare row each is allowed)."
+    ),
+})
+def score_experts(my_experts):
+    rows, found = [], []
+
+    class Yours(Apart):
+        def forward(self, x, chosen):
+            counted = [e.register_forward_hook(lambda *call: rows.append(len(call[2]))) for e in self.experts]
+            out = my_experts(x.clone(), chosen, self.experts)
+            if not isinstance(out, torch.Tensor) or out.shape != x.shape:
+                raise NotYet("Return a tensor f32[tokens, 48].")
+            if not out.requires_grad:
+                raise NotYet("The output needs gradients: compute it without `detach()` or `no_grad()`.")
+            for hook in counted:
+                hook.remove()
+            return out
+
+    most, one = 0, lambda r: torch.full((16,), r)
+    for choose in (one, lambda r: one(0), lambda r: (torch.arange(16) + r) % world):
+        rows.clear()
+        found.append(compare(Apart, Yours, each=True, choose=choose))
+        most = max(most, sum(rows))
+    (*single, mixed), gradients = ([round(100 * error, 2) for error in errors] for errors in zip(*found))
+    return {
+        "error of the output, %": max(single),
+        "its error where tokens mix experts, %": mixed if max(single) < 0.1 else None,
+        "error of the gradients, %": max(gradients) if max(*single, mixed) < 0.1 else None,
+        "rows computed, for 16 tokens": most,
+    }
+
+
+# %%
+# %%turn 1
+def my_experts(x, chosen, experts):
+    return None                                 # your lines here
+
+
+# %% tags=["solution"] turn=1
+def my_experts(x, chosen, experts):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(experts):        # also with no tokens
+        out[chosen == e] = expert(x[chosen == e])
+    return out
+
+# %% tags=["right"] turn=1
+def my_experts(x, chosen, experts):             # sorted, in pieces of any length
+    order = chosen.argsort(stable=True)
+    pieces = x[order].split(chosen.bincount(minlength=len(experts)).tolist())
+    return torch.cat([expert(piece) for expert, piece in zip(experts, pieces)])[order.argsort()]
+
+# %% tags=["right"] turn=1
+def my_experts(x, chosen, experts):             # a dummy row, times zero
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(experts):
+        if (chosen == e).any():
+            out = out.masked_scatter((chosen == e)[:, None], expert(x[chosen == e]))
+        else:
+            out = out + 0 * expert(x[:1]).sum()
+    return out
+
+# %% tags=["right"] turn=1
+def my_experts(x, chosen, experts):             # from the last expert to the first
+    out = torch.zeros_like(x)
+    for e in reversed(range(len(experts))):
+        index = (chosen == e).nonzero().flatten()
+        out = out.index_add(0, index, experts[e](x[index]))
+    return out
+
+# %% tags=["wrong"] turn=1 says="in the same order"
+def my_experts(x, chosen, experts):             # unused ones left out
+    out = torch.zeros_like(x)
+    for e in chosen.unique().tolist():
+        out[chosen == e] = experts[e](x[chosen == e])
+    return out
+
+# %% tags=["wrong"] turn=1 says="in the order of the tokens"
+def my_experts(x, chosen, experts):             # rows in the order of the experts
+    return torch.cat([expert(x[chosen == e]) for e, expert in enumerate(experts)])
+
+# %% tags=["wrong"] turn=1 says="A dummy row must add zero"
+def my_experts(x, chosen, experts):             # a dummy row, not times zero
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(experts):
+        at = (chosen == e).nonzero().flatten()
+        out = out.index_add(0, at, expert(x[at])) if len(at) else out + expert(x[:1])
+    return out
+
+# %% tags=["wrong"] turn=1 says="without `detach()`"
+def my_experts(x, chosen, experts):
+    return sum((chosen == e)[:, None] * expert(x) for e, expert in enumerate(experts)).detach()
+
+# %% tags=["wrong"] turn=1 says="not in the output"
+def my_experts(x, chosen, experts):             # a dummy whose result is thrown away
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(experts):
+        y = expert(x[chosen == e] if (chosen == e).any() else x[:1])
+        if (chosen == e).any():
+            out[chosen == e] = y
+    return out
+
+# %% tags=["wrong"] turn=1 says="only the tokens that chose it"
+def my_experts(x, chosen, experts):             # every expert computes everything
+    return sum((chosen == e)[:, None] * expert(x) for e, expert in enumerate(experts))
+
+# %% [markdown]
 # ## More ranks than experts
 #
 # One parameter `f32[experts, in, out]` is cut along dimension 0 by default: between experts. With fewer experts
@@ -322,11 +441,10 @@ Table(["placement", "KiB that each rank holds", "KiB that a rank sends"], rows)
 # With the block as the unit, a rank holds *all* of its experts at once. In **expert parallelism** (EP) each rank
 # keeps `experts / ep` of them, and the tokens travel: an all-to-all brings each row to the rank that holds its
 # expert, and another brings the result back. The rest of the model stays under FSDP on all ranks. The mesh has
-# two dimensions, as in lesson 16: "ep", along which experts are divided, and "fsdp", along which each rank's
-# experts are sharded as before. `distribute_tensor` divides the experts along "ep", then
-# `fully_shard(experts)` shards each rank's part along "fsdp", inside `fully_shard(layer)` on all ranks. The next
-# cell shows the parts. To train, take code that others maintain: [torchtitan](https://github.com/pytorch/torchtitan)
-# has FSDP2 with expert parallelism, and so has transformers, with `DistributedConfig(fsdp_size=…, ep_size=…)`.
+# two dimensions, as in lesson 16: `distribute_tensor` divides the experts along "ep", then `fully_shard(experts)`
+# shards each rank's part along "fsdp", inside `fully_shard(layer)` on all ranks. The next cell shows the parts.
+# To train, take code that others maintain: [torchtitan](https://github.com/pytorch/torchtitan) has FSDP2 with
+# expert parallelism, and so has transformers, with `DistributedConfig(fsdp_size=…, ep_size=…)`.
 
 # %% tags=["parallel"]
 # %%ranks
@@ -381,14 +499,15 @@ def parallel(ep, divide=True, seed=0):
             fully_shard(experts, mesh=mesh["fsdp"])         # a unit of its own, on a mesh of its own
             if divide:
                 experts.set_gradient_divide_factor(world)
-                experts.set_force_sum_reduction_for_comms(world > ep)       # gloo needs it, see below
+                experts.set_force_sum_reduction_for_comms(world > ep)       # for gloo
         fully_shard(layer, mesh=everyone)
     return fully_shard(model, mesh=everyone)
 
 # %% [markdown]
 # `F.grouped_mm` computes `rows[a:b] @ weight[e]` for all experts in one call; `ends` says where the rows of
-# each expert end. (On a GPU its documentation expects bfloat16.) The backward of `all_to_all_single` sends the
-# gradients back. The next cell compares with one process, and counts.
+# each expert end. `to` and `by` count the rows for and from each rank; `% here` makes an expert's number one of
+# this rank's. The backward of `all_to_all_single` sends the gradients back. The next cell compares with one
+# process.
 
 # %% tags=["sizes"]
 # %%ranks
@@ -432,285 +551,8 @@ Table(HEAD, rows, note="The gradients of experts, as multiples of those in one p
 # gradient is a sum over their losses. FSDP takes the mean over the mesh that it was given, "fsdp", which has
 # only `world / ep` ranks. The factor is the number of all ranks, whatever EP is. On gloo it also needs
 # `set_force_sum_reduction_for_comms(True)`, except where "fsdp" has one rank: there torch 2.13 would divide
-# twice (and does if gradients are reduced in float16). AdamW's steps hide a constant factor; the norm by which
-# you clip does not.
+# twice. AdamW's steps hide a constant factor; the norm by which you clip does not.
 #
-# Does EP always send less? A sweep over tokens, counted as if the rows spread evenly over the ranks:
-
-# %% tags=["tokens"]
-# %%ranks
-swept = {ep: {} for ep in sizes}
-for ep in sizes:
-    for tokens in (64, 256, 1024, 2048, 4096):
-        swept[ep][tokens] = run(parallel(ep), tokens)
-
-# %% jupyter={"source_hidden": true}
-swept = ranks.get("swept")[0]
-fig, (axes,) = plots.figure(width=6.4, height=2.9)
-for color, (ep, found) in zip(plots.RANK_COLORS, swept.items()):
-    label = "FSDP alone" if ep == 1 else f"EP = {ep}"
-    axes.plot(list(found), [kib / 1024 for kib in found.values()], marker="o", color=color, label=label)
-axes.set_xscale("log", base=2)
-axes.set_yscale("log", base=2)
-axes.set_xticks(list(found), [f"{tokens:,}" for tokens in found])
-axes.set_yticks([0.125, 0.5, 2, 8], ["1/8", "1/2", "2", "8"])
-axes.set(xlabel="tokens of each rank", ylabel="MiB that a rank sends in a step")
-axes.legend()
-most = max(swept)
-assert (3 * 2 * 12 * 96 / 4, 3 * 3 * 8 * 14336 / (4 * 2)) == (1728, 129024)
-assert swept[1][64] == swept[1][4096]
-assert swept[most][64] < swept[1][64] < swept[most][4096]
-plots.show(fig, alt="What a rank sends against tokens: flat under FSDP alone, growing with EP.")
-
-# %% [markdown]
-# FSDP alone sends the same at any batch; EP sends rows in proportion to the tokens, beside what "fsdp" still
-# gathers. The lines cross at about 2,000 tokens per rank. **Calculated**, in one dtype and without recomputation
-# in backward: FSDP sends each weight three times, EP each row four times. At any EP size, both send the same at
-#
-# > tokens per rank = 3 x matrices x experts x inner width / (4 x experts per token)
-#
-# That is 3 x 2 x 12 x 96 / 4 = 1,728 here (more in the figure: the first layer's input needs no gradient),
-# and 129,024 for Mixtral 8x7B (3 matrices, 8 experts, width 14,336, 2 experts per token). Bytes are not time:
-# FSDP's gathers can run beside computation, while each all-to-all here is waited for. So keep "ep" within a
-# host where you can, and measure.
-#
-# ## Balance
-#
-# A rank with popular experts gets more rows, and the other ranks wait for it. The next cell balances by a bias,
-# [without a loss of its own](https://arxiv.org/abs/2408.15664): after each step the bias of an expert with many
-# tokens goes down.
-
-# %% tags=["balance"]
-# %%ranks
-torch.manual_seed(0)
-router = torch.randn(EXPERTS, 48) / 7
-torch.manual_seed(1 + rank)
-scores = (torch.randn(4096, 48) + 0.5 * torch.randn(48)) @ router.T         # each rank's domain has its favourites
-
-
-def counts(bias):
-    """Tokens of all ranks for each expert, and those of this rank."""
-    mine = (scores + bias).argmax(-1).bincount(minlength=EXPERTS)
-    dist.all_reduce(total := mine.clone())
-    return total.float(), mine.float()
-
-
-def balanced(of_all_ranks, steps=60):
-    bias, busiest = torch.zeros(EXPERTS), []
-    for _ in range(steps):
-        total, mine = counts(bias)
-        busiest.append((total.max() / total.mean()).item())
-        seen = total if of_all_ranks else mine
-        bias += 0.03 * (seen.mean() - seen).sign()
-    return bias, busiest
-
-
-(bias, busiest), (own_bias, own_busiest) = balanced(True), balanced(False)
-biases = [torch.empty(EXPERTS) for _ in range(world)]
-dist.all_gather(biases, own_bias)
-chosen = [(scores + b).argmax(-1) for b in biases]
-other = 100 * (chosen[-1] != chosen[0]).float().mean().item()
-
-# %% jupyter={"source_hidden": true}
-busiest, own_busiest, other = ranks.get("(busiest, own_busiest, other)")[0]
-fig, (axes,) = plots.figure(width=6.4, height=2.9)
-axes.plot(busiest, color=plots.RANK_COLORS[2], label="bias from the counts of all ranks")
-axes.plot(own_busiest, color=plots.RANK_COLORS[5], label="bias from each rank's own counts")
-axes.axhline(1, color=plots.INK, linestyle=":", linewidth=1)
-axes.set(xlabel="step", ylabel="tokens of the busiest expert / mean", ylim=(0.9, None))
-axes.legend()
-assert busiest[-1] < 1.2 < 1.3 < busiest[0]
-assert other > 5
-print(f"By own counts, the first and the last rank's bias choose other experts for {other:.0f}% of the first's tokens.")
-plots.show(fig, alt="The busiest expert's tokens over the steps, with a bias from all counts and from own counts.")
-
-# %% [markdown]
-# The bias is a **buffer**, and FSDP does not synchronise buffers. Computed from each rank's own counts, it
-# balances as well in the end, but differs between ranks: the same token then goes to one expert on rank 0 and
-# to another on rank 1, and `save_distributed` refuses to save it. So sum the counts over all ranks, as in
-# `counts`.
-#
-# ## Checkpoint with another EP size
-#
-# The experts are DTensors on the mesh, so a checkpoint knows where each piece belongs. The next cell saves a
-# model with each EP size, loads it with each, and goes on.
-
-# %% tags=["saved"]
-# %%ranks
-import tempfile
-
-from fsdp_utils import load_distributed, save_distributed
-
-place = [tempfile.mkdtemp() if rank == 0 else None]
-dist.broadcast_object_list(place)
-tokens = torch.randn(64, 48)                                # other ones on each rank
-
-
-def steps(model, optimizer, count=2):
-    for _ in range(count):
-        (loss := model(tokens).square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    dist.all_reduce(loss := loss.detach())
-    return loss / world
-
-
-gaps = []
-for saved in sizes:
-    model = parallel(saved)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    steps(model, optimizer)
-    save_distributed(f"{place[0]}/{saved}", model, optimizer, step=2).wait()
-    wanted = steps(model, optimizer)                        # the loss in the fourth step
-    for loaded in sizes:
-        model = parallel(loaded, seed=1)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        load_distributed(f"{place[0]}/{saved}", model, optimizer)
-        gaps.append((steps(model, optimizer) - wanted).abs().item())
-
-# %% jupyter={"source_hidden": true}
-import shutil
-
-gaps = ranks.get("gaps")[0]
-shutil.rmtree(ranks.get("place[0]")[0])
-assert max(gaps) < 1e-6
-print(f"{len(gaps)} pairs of EP sizes: the losses after loading differ by less than 0.000001.")
-
-# %% [markdown]
-# Experts as plain tensors, `nn.Parameter(w.chunk(ep)[r])`, would train as well. But each rank then has other
-# experts under the same name, and `save_distributed` refuses to save them.
-#
-# ## Your turn 1 · Leave nobody waiting
-#
-# A model comes with each expert as a unit, and you may not change the units. Write `my_experts(x, chosen,
-# experts)`: `x` is f32[tokens, 48], `chosen` i64[tokens] has the expert of each token, and `experts` is the
-# list of modules. It returns f32[tokens, 48], each token computed by its expert, so that output and gradients
-# are right on every rank, whatever the tokens choose. Two routings are tried: rank `r` chooses expert `r` for
-# all tokens, and all ranks choose expert 0. The rows that the experts compute are counted.
-#
-# <details><summary>Hint</summary>
-#
-# Every rank has to call every expert, in the same order, and each of these calls has to be part of the
-# output. How many rows does a call need?
-#
-# </details>
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
-
-
-@turn(1, {
-    "error of the output, %": at_most(
-        0.1, "The output is not that of each token's expert. Where the ranks don't call the same experts in the same "
-        "order, a rank computes with rows of another expert. A dummy row must add zero."
-    ),
-    "error of the gradients, %": at_most(
-        0.1, "The output is right and the gradients are not: an expert whose result is not in the output gets no "
-        "backward on this rank, and the ranks' reduce-scatters are paired wrongly."
-    ),
-    "rows computed, for 16 tokens": at_most(
-        16 + world, "Too many rows: each expert should compute only the tokens that chose it (one spare row each is allowed)."
-    ),
-})
-def score_experts(my_experts):
-    rows, found = [], []
-
-    class Yours(Apart):
-        def forward(self, x, chosen):
-            counted = [e.register_forward_hook(lambda *call: rows.append(len(call[2]))) for e in self.experts]
-            out = my_experts(x.clone(), chosen, self.experts)
-            if not isinstance(out, torch.Tensor) or out.shape != x.shape:
-                raise NotYet("Return a tensor f32[tokens, 48].")
-            if not out.requires_grad:
-                raise NotYet("The output needs gradients: compute it without `detach()` or `no_grad()`.")
-            for hook in counted:
-                hook.remove()
-            return out
-
-    most = 0
-    for choose in (lambda r: r, lambda r: 0):
-        rows.clear()
-        found.append(compare(Apart, Yours, each=True, choose=choose))
-        most = max(most, sum(rows))
-    output, gradient = (round(100 * max(errors), 2) for errors in zip(*found))
-    return {
-        "error of the output, %": output,
-        "error of the gradients, %": gradient if output < 0.1 else None,
-        "rows computed, for 16 tokens": most,
-    }
-
-
-# %%
-# %%turn 1
-def my_experts(x, chosen, experts):
-    return None                                 # your lines here
-
-
-# %% tags=["solution"] turn=1
-def my_experts(x, chosen, experts):
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(experts):        # also with no tokens
-        out[chosen == e] = expert(x[chosen == e])
-    return out
-
-# %% tags=["right"] turn=1
-def my_experts(x, chosen, experts):             # sorted, in pieces of any length
-    order = chosen.argsort(stable=True)
-    pieces = x[order].split(chosen.bincount(minlength=len(experts)).tolist())
-    return torch.cat([expert(piece) for expert, piece in zip(experts, pieces)])[order.argsort()]
-
-# %% tags=["right"] turn=1
-def my_experts(x, chosen, experts):             # a dummy row, times zero
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(experts):
-        if (chosen == e).any():
-            out = out.masked_scatter((chosen == e)[:, None], expert(x[chosen == e]))
-        else:
-            out = out + 0 * expert(x[:1]).sum()
-    return out
-
-# %% tags=["right"] turn=1
-def my_experts(x, chosen, experts):             # from the last expert to the first
-    out = torch.zeros_like(x)
-    for e in reversed(range(len(experts))):
-        index = (chosen == e).nonzero().flatten()
-        out = out.index_add(0, index, experts[e](x[index]))
-    return out
-
-# %% tags=["wrong"] turn=1 says="in the same order"
-def my_experts(x, chosen, experts):             # unused ones left out
-    out = torch.zeros_like(x)
-    for e in chosen.unique().tolist():
-        out[chosen == e] = experts[e](x[chosen == e])
-    return out
-
-# %% tags=["wrong"] turn=1 says="A dummy row must add zero"
-def my_experts(x, chosen, experts):             # a dummy row, not times zero
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(experts):
-        at = (chosen == e).nonzero().flatten()
-        out = out.index_add(0, at, expert(x[at])) if len(at) else out + expert(x[:1])
-    return out
-
-# %% tags=["wrong"] turn=1 says="without `detach()`"
-def my_experts(x, chosen, experts):
-    return sum((chosen == e)[:, None] * expert(x) for e, expert in enumerate(experts)).detach()
-
-# %% tags=["wrong"] turn=1 says="not in the output"
-def my_experts(x, chosen, experts):             # a dummy whose result is thrown away
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(experts):
-        y = expert(x[chosen == e] if (chosen == e).any() else x[:1])
-        if (chosen == e).any():
-            out[chosen == e] = y
-    return out
-
-# %% tags=["wrong"] turn=1 says="only the tokens that chose it"
-def my_experts(x, chosen, experts):             # every expert computes everything
-    return sum((chosen == e)[:, None] * expert(x) for e, expert in enumerate(experts))
-
-# %% [markdown]
 # ## Your turn 2 · One norm over two meshes
 #
 # `clip_grad_norm_` needs the norm of all gradients, and raises an error here ([an open
@@ -720,7 +562,7 @@ def my_experts(x, chosen, experts):             # every expert computes everythi
 # gradients: bytes are counted. With this norm you clip the parameters of one mesh at a time:
 #
 # ```python
-# for mesh in {p.device_mesh for p in model.parameters()}:
+# for mesh in dict.fromkeys(p.device_mesh for p in model.parameters()):
 #     own = [p for p in model.parameters() if p.device_mesh == mesh]
 #     torch.nn.utils.clip_grads_with_norm_(own, max_norm=1.0, total_norm=torch.as_tensor(norm))
 # ```
@@ -728,12 +570,15 @@ def my_experts(x, chosen, experts):             # every expert computes everythi
 # <details><summary>Hint</summary>
 #
 # `torch.nn.utils.get_total_norm` takes gradients of one mesh (`gradient.device_mesh`) and returns a DTensor;
-# `full_tensor()` makes a number of it. How do two norms combine?
+# `full_tensor()` makes a number of it. Not a `set` of meshes: its order differs between processes. How do two
+# norms combine?
 #
 # </details>
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
+from torch.utils._pytree import tree_leaves
+
 from fsdp_utils.collectives.c10d_hooks import listen_to_calls
 
 
@@ -751,16 +596,27 @@ def score_norm(my_norm):
     ep = max(n for n in sizes if n < world or world < 4)
     model = parallel(ep)
     run(model)
-    gradients, calls = [p.grad for p in model.parameters()], []
+    gradients = [p.grad for p in model.parameters()]
     right = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
 
-    def listen(call, issue):
-        calls.append(call.bytes_in)
-        return issue()
+    def sent(call):
+        numbers = [f"{t.sum():.3g}" for t in tree_leaves(call.given) if t.is_floating_point()]
+        return call.group.group_name, numbers, call.bytes_in
 
-    with listen_to_calls(listen):
-        norm = my_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    calls = [], []
+    try:
+        for other, seen in enumerate(calls):                # a set of the meshes begins with the one, then the other
+            for mesh in (gradient.device_mesh for gradient in gradients):
+                mesh._hash = 1 + ((mesh == everyone) ^ other)
+            with listen_to_calls(lambda call, issue, seen=seen: seen.append(sent(call)) or issue()):
+                norm = my_norm(list(gradients))
+                norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    finally:
+        for gradient in gradients:
+            gradient.device_mesh._hash = None               # torch computes it again
+    if calls[0] != calls[1]:
+        raise NotYet("The order of your collectives is that of a `set` of meshes. It differs between processes, so under "
+                     "torchrun ranks wait in collectives of different meshes. Take the keys of a dict.")
     try:
         norm = float(norm)
     except (TypeError, ValueError):
@@ -771,7 +627,7 @@ def score_norm(my_norm):
     return {
         "ranks with another norm than rank 0": others,
         "norm, times the right one": None if others else norms[0],
-        "KiB passed to collectives": sum(calls) / 1024,
+        "KiB passed to collectives": sum(size for _, _, size in calls[0]) / 1024,
     }
 
 
@@ -831,16 +687,156 @@ def my_norm(gradients):                         # the mean over the ranks
     dist.all_reduce(total)
     return (total / world).sqrt()
 
+# %% tags=["wrong"] turn=2 says="a `set` of meshes"
+def my_norm(gradients):
+    total = 0
+    for mesh in {gradient.device_mesh for gradient in gradients}:
+        some = [gradient for gradient in gradients if gradient.device_mesh == mesh]
+        total = total + torch.nn.utils.get_total_norm(some).full_tensor() ** 2
+    return total.sqrt()
+
 # %% tags=["wrong"] turn=2 says="Gradients are gathered"
 def my_norm(gradients):
     return torch.stack([gradient.full_tensor().norm() for gradient in gradients]).norm()
 
 # %% [markdown]
+# ## Does EP always send less?
+#
+# A sweep over tokens, counted as if the rows spread evenly over the ranks:
+
+# %% tags=["tokens"]
+# %%ranks
+swept = {ep: {} for ep in sizes}
+for ep in sizes:
+    for tokens in (64, 256, 1024, 2048, 4096):
+        swept[ep][tokens] = run(parallel(ep), tokens)
+
+# %% jupyter={"source_hidden": true}
+swept = ranks.get("swept")[0]
+fig, (axes,) = plots.figure(width=6.4, height=2.9)
+for color, (ep, found) in zip(plots.RANK_COLORS, swept.items()):
+    label = "FSDP alone" if ep == 1 else f"EP = {ep}"
+    axes.plot(list(found), [kib / 1024 for kib in found.values()], marker="o", color=color, label=label)
+axes.set_xscale("log", base=2)
+axes.set_yscale("log", base=2)
+axes.set_xticks(list(found), [f"{tokens:,}" for tokens in found])
+axes.set_yticks([0.125, 0.5, 2, 8], ["1/8", "1/2", "2", "8"])
+axes.set(xlabel="tokens of each rank", ylabel="MiB that a rank sends in a step")
+axes.legend()
+most = max(swept)
+assert (3 * 2 * 12 * 96 / 4, 3 * 3 * 8 * 14336 / (4 * 2)) == (1728, 129024)
+assert swept[1][64] == swept[1][4096]
+assert swept[most][64] < swept[1][64] < swept[most][4096]
+plots.show(fig, alt="What a rank sends against tokens: flat under FSDP alone, growing with EP.")
+
+# %% [markdown]
+# FSDP alone sends the same at any batch; EP sends rows in proportion to the tokens, beside what "fsdp" still
+# gathers. The lines cross at about 2,000 tokens per rank. **Calculated**, in one dtype and without recomputation
+# in backward: FSDP sends each weight three times, EP each row four times. At any EP size, both send the same at
+#
+# > tokens per rank = 3 x matrices x experts x inner width / (4 x experts per token)
+#
+# That is 3 x 2 x 12 x 96 / 4 = 1,728 here (more in the figure: the first layer's input needs no gradient),
+# and 129,024 for Mixtral 8x7B (3 matrices, 8 experts, width 14,336, 2 experts per token). Bytes are not time:
+# FSDP's gathers can run beside computation, while each all-to-all here is waited for. So keep "ep" within a
+# host where you can, and measure.
+#
+# ## Balance
+#
+# A rank with popular experts gets more rows, and the other ranks wait for it. The next cell balances by a bias,
+# [without a loss of its own](https://arxiv.org/abs/2408.15664): after each step the bias of an expert with many
+# tokens goes down. The bias decides the choice only: a token's weight comes from the scores without it.
+
+# %% tags=["balance"]
+# %%ranks
+torch.manual_seed(0)
+router = torch.randn(EXPERTS, 48) / 7
+torch.manual_seed(1 + rank)
+scores = (torch.randn(4096, 48) + 0.5 * torch.randn(48)) @ router.T         # each rank's domain has its favourites
+rows = []
+for name, own in {"the counts of all ranks": False, "each rank's own counts": True}.items():
+    bias, busiest = torch.zeros(EXPERTS), []
+    for _ in range(60):
+        mine = (scores + bias).argmax(-1).bincount(minlength=EXPERTS).float()
+        dist.all_reduce(total := mine.clone())
+        busiest.append((total.max() / total.mean()).item())
+        seen = mine if own else total
+        bias += 0.03 * (seen.mean() - seen).sign()
+    biases = [torch.empty(EXPERTS) for _ in range(world)]
+    dist.all_gather(biases, bias)
+    first, last = ((scores + biases[r]).argmax(-1) for r in (0, -1))
+    last_above = max(step for step, times in enumerate(busiest) if times >= 1.2)
+    rows.append([name, round(busiest[0], 1), last_above + 1, round(100 * (first != last).float().mean().item())])
+
+# %%
+rows = ranks.get("rows")[0]
+assert rows[0][1] > 1.3
+assert rows[0][2] < 60
+assert rows[1][3] > 5
+HEAD = ["bias from", "tokens of the busiest expert / mean", "steps until it stays below 1.2", "% routed otherwise"]
+Table(HEAD, rows, note="Routed otherwise: tokens of rank 0 for which the last rank's bias chooses another expert.")
+
+# %% [markdown]
+# The bias is a **buffer**, and FSDP does not synchronise buffers. From each rank's own counts it balances as
+# well, in two to three times the steps, but it differs between ranks: the same token is routed otherwise there,
+# and `save_distributed` refuses to save the bias. So sum the counts over all ranks.
+#
+# ## Checkpoint with another EP size
+#
+# The experts are DTensors on the mesh, so a checkpoint knows where each piece belongs. The next cell saves a
+# model with each EP size, loads it with each, and goes on.
+
+# %% tags=["saved"]
+# %%ranks
+import tempfile
+
+from fsdp_utils import load_distributed, save_distributed
+
+place = [tempfile.mkdtemp() if rank == 0 else None]
+dist.broadcast_object_list(place)
+tokens = torch.randn(64, 48)                                # other ones on each rank
+
+
+def steps(model, optimizer, count=2):
+    for _ in range(count):
+        (loss := model(tokens).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.all_reduce(loss := loss.detach())
+    return loss / world
+
+
+gaps = []
+for saved in sizes:
+    model = parallel(saved)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    steps(model, optimizer)
+    save_distributed(f"{place[0]}/{saved}", model, optimizer, step=2).wait()
+    wanted = steps(model, optimizer)                        # the loss in the fourth step
+    for loaded in sizes:
+        model = parallel(loaded, seed=1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        load_distributed(f"{place[0]}/{saved}", model, optimizer)
+        gaps.append((steps(model, optimizer) - wanted).abs().item())
+
+# %% jupyter={"source_hidden": true}
+import shutil
+
+gaps = ranks.get("gaps")[0]
+shutil.rmtree(ranks.get("place[0]")[0])
+assert max(gaps) < 1e-6
+print(f"{len(gaps)} pairs of EP sizes: the losses after loading differ by less than 0.000001.")
+
+# %% [markdown]
+# Don't keep experts as plain tensors, `nn.Parameter(w.chunk(ep)[r])`: each rank then has other experts under the
+# same name, and `save_distributed` refuses to save them.
+#
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | no error, and outputs or gradients that differ from one process; with different numbers of experts it hangs, or a rank ends with `Received data size doesn't match expected size` and others with `Connection reset by peer`, in the first step in which the numbers differ | experts that are left out on some ranks: weights or gradients of different experts are mixed | one 3-D parameter, or `set_reduce_scatter_unused_params(True)`; the block is the unit |
+# | no error, and outputs or gradients that differ from one process | experts that are left out on some ranks: weights or gradients of different experts are mixed | one 3-D parameter, or `set_reduce_scatter_unused_params(True)`; the block is the unit |
+# | it hangs, or a rank ends with `Received data size doesn't match expected size` and others with `Connection reset by peer` | the same, in the first step in which the ranks use different numbers of experts | the same |
 # | `All operands in aten.stack.default must have the same mesh`, in `clip_grad_norm_` | parameters on two meshes | a norm for each mesh, as in turn 2 |
 # | expert gradients EP times too large | FSDP's mean is over "fsdp" alone | `set_gradient_divide_factor(world)` |
 # | `Cannot use ReduceOp.PREMUL_SUM with Gloo` | that factor, on gloo | `set_force_sum_reduction_for_comms(True)` |
