@@ -483,6 +483,9 @@ weight[weight > 0]
 gpus = dist.new_group(backend="cuda:gloo")
 dist.all_reduce(torch.ones(2), group=gpus)
 
+# %% unknown-backend
+dist.new_group(backend="gluu")
+
 # %% output-same-type
 shard_ = torch.ones(2, dtype=torch.bfloat16)
 dist.all_gather_into_tensor(torch.empty(4), shard_)
@@ -793,6 +796,14 @@ model = FSDP(blocks(), use_orig_params=True)
 pieces = {name.replace("_fsdp_wrapped_module.", ""): p.detach() for name, p in model.named_parameters()}
 blocks().load_state_dict(pieces)
 
+# %% fsdp1-saved-after-freeing
+model = FSDP(blocks())
+with FullyShardedDataParallel.summon_full_params(model):
+    taken = {name: parameter.detach() for name, parameter in model.module.named_parameters()}
+path = f"{shared_folder()}/{dist.get_rank()}.pt"
+torch.save(taken, path)
+torch.load(path)
+
 # %% gradient-on-another-device
 parameter = sharded()[0].weight
 parameter.grad = torch.ones(8, 8, device="meta")
@@ -854,6 +865,20 @@ model.module.embedding(tokens)
 model = FSDP(blocks(), use_orig_params=True)
 model(x)
 model.module[0](x)
+
+
+# %% dora-under-fsdp1
+def adapted() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(blocks(), LoraConfig(target_modules=["0"], use_dora=True))
+
+
+def trained_layer(module: nn.Module, recurse: bool, **_: Any) -> bool:
+    return recurse or (isinstance(module, nn.Linear) and module.weight.requires_grad)
+
+
+FSDP(adapted(), auto_wrap_policy=trained_layer, use_orig_params=True)(x)
 
 
 # %% fsdp1-assumes-in-state-dict
