@@ -31,16 +31,13 @@ def main() -> int:
     parser = new_parser("fsdp_utils doctor", __doc__)
     parser.add_argument("--ranks", type=int, default=2, help="ranks to start on this machine (2)")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps to watch (3)")
-    parser.add_argument(
-        "--timeout", type=float, default=300.0, help="seconds until the ranks are ended (300)"
-    )
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds until ranks are ended (300)")
     parser.add_argument("--json", action="store_true", help="print facts and findings as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page to a file, too")
     parser.add_argument("--gpu", metavar="NAME", help="plan the training for such GPUs, as H100 (FSDP2)")
     parser.add_argument("--world-size", type=int, default=8, help="ranks to plan for (8)")
-    parser.add_argument(
-        "--fail-on", choices=(*SEVERITIES, "never"), default="warning", help="the least that exits with 1"
-    )
+    ends = (*SEVERITIES, "never")
+    parser.add_argument("--fail-on", choices=ends, default="warning", help="the least that exits with 1")
     parser.add_argument("script", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
     options = parser.parse_args()

@@ -46,7 +46,7 @@ lesson.card(
     21,
     learn="find what grows with the length, remove it, and cut one sequence over ranks with the right gradients",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb), [lesson 2](02_activation_checkpointing.ipynb)",
-    minutes=(1, 33, 26),
+    minutes=(1, 40, 27),
 )
 
 # %% [markdown]

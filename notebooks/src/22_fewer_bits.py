@@ -49,7 +49,7 @@ lesson.card(
     learn="keep frozen weights in 4 bits, gather trained weights in 8, and see what either costs in error",
     needs="[lesson 4](04_backward_prefetch.ipynb), [lesson 7](07_mixed_precision.ipynb), "
     "[lesson 9](09_child_tuning.ipynb)",
-    minutes=(1, 35, 17),
+    minutes=(1, 42, 19),
 )
 
 # %% [markdown]
