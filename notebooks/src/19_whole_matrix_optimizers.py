@@ -22,7 +22,7 @@ for axes, title in zip(panels, ("at rest, and for AdamW", "gathered: all compute
                 axes.barh(y, 0.86, left=matrix, height=height, color=plots.RANK_COLORS[matrix])
     axes.set(title=title, ylim=(3.6, -0.6))
     axes.set_yticks(RANKS, [f"rank {rank}" for rank in RANKS] if axes is panels[0] else [""] * 4)
-    axes.set_xticks([matrix + 0.43 for matrix in RANKS], [f"matrix {matrix}" for matrix in RANKS], fontsize=7)
+    axes.set_xticks([matrix + 0.43 for matrix in RANKS], [f"gradient {matrix}" for matrix in RANKS], fontsize=7)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
 plots.show(fig, alt="Gradients of four matrices on four ranks: sharded, gathered on every rank, and with one owner each.")
