@@ -413,7 +413,7 @@ for one in (model, wrong):
     one.set_gradient_divide_factor(8)
 wrong(x).sum().backward()
 
-# %% muon-fewer-rows-than-ranks
+# %% in-place-changes-placement
 model = fully_shard(nn.Linear(8, 1, bias=False))
 model(x).sum().backward()
 torch.optim.Muon(model.parameters()).step()

@@ -1,11 +1,11 @@
 # %% [markdown]
 # # 19 · Optimizers that need the whole matrix
 #
-# Which optimizers are right on shards, and what do I do with one that needs the whole matrix? **AdamW, SGD
-# and all others that treat each element by itself are right on any shard: leave them as they are (with torch's
-# defaults Rprop alone raises on the parameters of `fully_shard`). Give `torch.optim.Muon` these parameters,
-# never their local parts: its step is right, but it sends a square matrix 15 to 30 times. Give each matrix one
-# owner rank, as `OwnedMuon` below does, and a step takes two collectives for each parameter group.**
+# Which optimizers are right on shards, and what do I do with one that needs the whole matrix? **AdamW, SGD and
+# all others that treat each element by itself are right on any shard: leave them as they are (by default Rprop
+# alone raises on `fully_shard`'s parameters). Give `torch.optim.Muon` these parameters, never their local parts:
+# its step is right, but it sends a square matrix 15 times, a large one 20 to 25 times. Give each matrix one owner
+# rank, as `OwnedMuon` below does, and a step takes two collectives for each parameter group.**
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -22,14 +22,14 @@ for axes, title in zip(panels, ("at rest, and for AdamW", "gathered: all compute
                 axes.barh(y, 0.86, left=matrix, height=height, color=plots.RANK_COLORS[matrix])
     axes.set(title=title, ylim=(3.6, -0.6))
     axes.set_yticks(RANKS, [f"rank {rank}" for rank in RANKS] if axes is panels[0] else [""] * 4)
-    axes.set_xticks([matrix + 0.43 for matrix in RANKS], [f"matrix {matrix}" for matrix in RANKS], fontsize=7)
+    axes.set_xticks([matrix + 0.43 for matrix in RANKS], [f"gradient {matrix}" for matrix in RANKS], fontsize=7)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-plots.show(fig, alt="Four matrices on four ranks: sharded, gathered on every rank, and with one owner each.")
+plots.show(fig, alt="Gradients of four matrices on four ranks: sharded, gathered on every rank, and with one owner each.")
 
 # %% [markdown]
-# A drawing of four weight matrices on four ranks; the part that a rank holds is coloured. With owners, the
-# shards of a matrix go to its owner, and rows of the result come back.
+# A drawing of the gradients of four weight matrices on four ranks; the part that a rank holds is coloured. With
+# owners, the pieces of a gradient go to its owner, and rows of the step come back; the weights stay where they are.
 
 # %% tags=["card"]
 lesson.card(
@@ -45,7 +45,7 @@ lesson.card(
 # Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It takes one optimizer step on shards
 # and the same step in one process, and compares the weights. **Muon** mixes each weight matrix's gradient
 # with a running mean of its gradients. It then brings all but the smallest singular values of that matrix
-# near 1, so that the step is about as long in every direction. A shard of rows has other singular values.
+# near 1 (0.5 to 1.5), so that the step is about as long in every direction. A shard has other singular values.
 #
 # ```python
 # import torch
@@ -166,18 +166,14 @@ def reach(optimizer_class):
 reached = {kind.__name__: reach(kind) for kind in (torch.optim.AdamW, torch.optim.Adafactor, torch.optim.Muon)}
 
 # %%
-def draw(reached):
-    fig, panels = plots.figure(len(reached), width=9.0, height=2.7)
-    for axes, (name, changed) in zip(panels, reached.items()):
-        axes.imshow(changed, cmap="Blues", vmin=0, vmax=1.3)
-        axes.hlines([5.5, 11.5, 17.5], -0.5, 23.5, color=plots.RANK_COLORS[1])          # four ranks, six rows each
-        axes.set(title=f"{name}: {int(changed.sum())} of {changed.numel()}", xticks=[], yticks=[])
-    return plots.show(fig, alt=f"Weights that change with one element of the gradient, for {', '.join(reached)}.")
-
-
 reached = ranks.get("reached")[0]
 assert [int(changed.sum()) for changed in reached.values()] == [1, 576, 576]
-draw(reached)
+fig, panels = plots.figure(len(reached), width=9.0, height=2.7)
+for axes, (name, changed) in zip(panels, reached.items()):
+    axes.imshow(changed, cmap="Blues", vmin=0, vmax=1.3)
+    axes.hlines([5.5, 11.5, 17.5], -0.5, 23.5, color=plots.RANK_COLORS[1])              # four ranks, six rows each
+    axes.set(title=f"{name}: {int(changed.sum())} of {changed.numel()}", xticks=[], yticks=[])
+plots.show(fig, alt=f"Weights that change with one element of the gradient, for {', '.join(reached)}.")
 
 # %% [markdown]
 # Blue are the weights that changed, orange the cuts between four ranks. AdamW is **element-wise**: a new
@@ -205,7 +201,7 @@ def change(optimizer_class, rows, sharded):
         optimizer.zero_grad()
         value = model(x).square().mean()
         value.backward()
-        return value
+        return value                                        # LBFGS may stop by it: give it the ranks' mean
     for _ in range(3):
         optimizer.step(loss)
     return [full(weight) - begin for weight, begin in zip(model.parameters(), before)]
@@ -240,15 +236,15 @@ Table(
 # - LBFGS flattens all parameters into one vector, which DTensor does only if the rows divide among the ranks.
 # - Muon computes in bf16, so two orders of summation differ by a percent or so.
 #
-# Nothing in this table is wrong without an error, if LBFGS's closure returns the mean of the ranks' losses. On
-# plain shards, as `to_local()` makes them, it happens. Of optimizers elsewhere, Lion is element-wise; LARS and
-# LAMB take the norm of a whole matrix; SOAP and Shampoo multiply matrices. For yours, ask a function:
+# Nothing in this table is wrong without an error. On plain shards, as `to_local()` makes them, it happens. Of
+# optimizers elsewhere, Lion is element-wise; LARS and LAMB take the norm of a whole matrix; SOAP and Shampoo
+# multiply matrices. For yours, ask a function:
 #
 # ## Your turn 1 · Is it right on plain shards?
 #
 # Write `right_on_shards(optimizer_class)`: True if the optimizer, made by `optimizer_class([parameter],
 # lr=0.01)`, takes the same steps on a shard of rows as on the whole matrix, False if not. No process group
-# is needed: a shard is a slice of a matrix that you make.
+# is needed: make a matrix; a shard is a slice of it, a plain tensor.
 #
 # <details><summary>Hint</summary>
 #
@@ -262,26 +258,24 @@ Table(
 from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
 
 
-class CodedMomentum(torch.optim.Optimizer):
-    """Momentum in codes of few bits, with one scale for each block of rows x columns."""
-
-    def __init__(self, params, lr=0.01, largest_code=127, block=(1, 8)):
-        super().__init__(params, {"lr": lr, "largest_code": largest_code, "block": block})
+class ColumnMomentum(torch.optim.Optimizer):                # in codes of 4 bits, with one scale for each column
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for weight in group["params"]:
-                momentum = weight.grad + 0.9 * self.state[weight].get("momentum", 0)
-                rows, columns = group["block"]
-                blocks = momentum.unflatten(0, (-1, rows or len(weight))).unflatten(2, (-1, columns))
-                scales = blocks.abs().amax((1, 3), keepdim=True) / group["largest_code"] + 1e-12
-                self.state[weight]["momentum"] = ((blocks / scales).round() * scales).view_as(weight)
-                weight.sub_(momentum, alpha=group["lr"])
+    def step(self):
+        for weight in [weight for weight in self.param_groups[0]["params"] if weight.grad is not None]:
+            momentum = weight.grad + 0.9 * self.state[weight].get("momentum", 0)
+            scales = momentum.abs().amax(0) / 7 + 1e-12
+            self.state[weight]["momentum"] = (momentum / scales).round() * scales
+            weight.sub_(momentum, alpha=self.param_groups[0]["lr"])
 
 
-def column_momentum(params, lr):                            # in 4 bits, one scale for each column
-    return CodedMomentum(params, lr, largest_code=7, block=(None, 1))
+def on_slices(kind, params, lr):
+    optimizer = kind(params, lr=lr)
+    if any(isinstance(one, DTensor) for group in optimizer.param_groups for one in group["params"]):
+        raise NotYet("The optimizer got a DTensor, which fetches other rows: a shard here is a slice, a plain tensor.")
+    return optimizer
 
 
 @turn(1, {
@@ -294,12 +288,14 @@ def score_right(right_on_shards):
     for name, kinds in {
         "element-wise ones, accepted": (optim.SGD, optim.AdamW, optim.Adagrad, optim.Rprop),
         "Muon and Adafactor, refused": (optim.Muon, optim.Adafactor),
-        "one that errs from step 2 on, refused": (column_momentum,),
+        "one that errs from step 2 on, refused": (ColumnMomentum,),
     }.items():
-        told = [right_on_shards(lambda params, lr, kind=kind: kind(params, lr=lr)) for kind in kinds]  # no names
+        told = [right_on_shards(lambda params, lr, kind=kind: on_slices(kind, params, lr)) for kind in kinds]  # no names
         if any(str(one) not in ("True", "False", "tensor(True)", "tensor(False)") for one in told):
             raise NotYet("Return True or False.")
         found[name] = sum(bool(one) == ("accepted" in name) for one in told)
+    if not any(found.values()):
+        raise NotYet("All seven answers are inverted: return True where the steps are the same.")
     return found
 
 # %%
@@ -365,8 +361,7 @@ def right_on_shards(optimizer_class):                       # a shard of columns
     for columns in (slice(48), slice(12)):
         weight = nn.Parameter(matrix[:, columns].clone())
         optimizer = optimizer_class([weight], lr=0.01)
-        for gradient in gradients:
-            weight.grad = gradient[:, columns].clone()
+        for weight.grad in gradients[:, :, columns].clone():
             optimizer.step()
         trained.append(weight.detach()[:, :12])
     return torch.allclose(*trained, atol=1e-4)
@@ -378,6 +373,25 @@ def right_on_shards(optimizer_class):                       # Rprop: a larger gr
 # %% tags=["wrong"] turn=1 says="the class's name tells nothing"
 def right_on_shards(optimizer_class):                       # by name
     return optimizer_class.__name__ in ("SGD", "AdamW", "Adagrad", "Rprop")
+
+# %% tags=["wrong"] turn=1 says="inverted"
+def right_on_shards(optimizer_class):                       # True for those that need the matrix
+    return reach(optimizer_class).sum() > 1
+
+# %% tags=["wrong"] turn=1 says="a slice, a plain tensor"
+def right_on_shards(optimizer_class):                       # DTensors
+    weight = nn.Parameter(distribute_tensor(torch.randn(96, 48), mesh, [Shard(0)]))
+    return optimizer_class([weight], lr=0.01).step() is None
+
+# %% tags=["wrong"] turn=1 says="the rows and the gradients"
+def right_on_shards(optimizer_class):                       # no gradient for the shard
+    matrix, gradients = torch.randn(96, 48), torch.randn(3, 96, 48)
+    whole, shard = nn.Parameter(matrix.clone()), nn.Parameter(matrix[:24].clone())
+    for weight in (whole, shard):
+        optimizer = optimizer_class([weight], lr=0.01)
+        for whole.grad in gradients:
+            optimizer.step()
+    return torch.allclose(whole[:24], shard, atol=1e-4)
 
 # %% tags=["wrong"] turn=1 says="take three steps"
 def right_on_shards(optimizer_class):                       # one step
@@ -395,8 +409,7 @@ def right_on_shards(optimizer_class):                       # the shard is a vie
     for rows in (slice(96), slice(24)):
         weight = nn.Parameter(matrix[rows])
         optimizer = optimizer_class([weight], lr=0.01)
-        for gradient in gradients:
-            weight.grad = gradient[rows].clone()
+        for weight.grad in gradients[:, rows].clone():
             optimizer.step()
     return torch.allclose(matrix[:24], weight)
 
@@ -406,8 +419,7 @@ def right_on_shards(optimizer_class):                       # each has gradients
     for rows in (slice(96), slice(24)):
         weight = nn.Parameter(matrix[rows].clone())
         optimizer = optimizer_class([weight], lr=0.01)
-        for _ in range(3):
-            weight.grad = torch.randn_like(weight)
+        for weight.grad in torch.randn(3, 96, 48)[:, rows]:
             optimizer.step()
         trained.append(weight.detach()[:24])
     return torch.allclose(*trained, atol=1e-4)
@@ -428,7 +440,7 @@ def sharded(*shape):
 def sent_by_muon(*shape):                                   # collectives, and KiB that a rank sends around a ring
     weight = nn.Parameter(sharded(*shape))
     weight.grad = sharded(*shape)
-    with record_collectives(counted) as trace:              # of any model: it records all collectives
+    with record_collectives(counted) as trace:              # it asks for an FSDP model; any will do
         torch.optim.Muon([weight]).step()
     return len(trace.collectives), sum(event.sent_bytes for event in trace.collectives) / 1024
 
@@ -444,9 +456,10 @@ assert all(11 <= count <= 16 and 5 <= times <= 15 for _, count, times in rows)
 Table(["matrix", "collectives", "bytes sent, times one all-gather in bf16"], rows)
 
 # %% [markdown]
-# The table ends with a tall matrix, whose products are summed over the ranks. 640 x 640 sends as often as 512;
-# a square of 768 took **26 collectives and the bytes of 30 all-gathers** (measured once, on four CPU ranks).
-# Large models' matrices are larger. The simplest mend gathers each matrix once, before the iteration:
+# 640 x 640 sends as often as 512; a square of 768 took **26 collectives** and the bytes of 30 all-gathers (measured
+# once, on four CPU ranks). Ten of the 26 are all-to-alls, which DTensor replaces by all-gathers on CPU ranks. GPUs
+# do all-to-alls: calculated, they send the bytes of 20 + 10 / ranks all-gathers. The simplest mend gathers each
+# matrix once, before the iteration:
 
 # %%
 # %%ranks
@@ -511,7 +524,7 @@ def newton_schulz(matrix):
     "of its own matrix, under another's index": exactly(0, more="A rank returns rows of its own matrix in place of another's: send each rank its rows of the result."),
     "largest error": at_most(0.1, "Newton-Schulz ran on a part, or on shards that are not put together by rows, in the order of the ranks; or each rank called `full_tensor()` of another matrix: the ranks' calls are paired by order."),
     "runs of newton_schulz on a rank": exactly(1, less="A rank owns no matrix.", more="A rank computes more than its own matrix."),
-    "sent, times an all-gather of one in bf16": at_most(2.1, "More is sent than shards to the owners and back, in bf16."),
+    "sent, times an all-gather of one in bf16": at_most(2.1, "More is sent than shards to the owners and back, in bf16. (From rows to columns, DTensor's `redistribute` gathers on CPU ranks: use `all_to_all_single`.)"),
 })
 def score_owners(with_owners):
     torch.manual_seed(3)
@@ -611,6 +624,13 @@ def with_owners(matrices):                                  # float32 is sent
     dist.all_to_all_single(shards, newton_schulz(mine.flatten(0, 1)).float().contiguous())
     return [DTensor.from_local(shard, mesh, [Shard(0)]) for shard in shards]
 
+# %% tags=["wrong"] turn=2 says="`redistribute` gathers on CPU ranks"
+def with_owners(matrices):                                  # on GPUs an all-to-all each way
+    side_by_side = torch.cat([matrix.to_local() for matrix in matrices], dim=1).bfloat16()
+    mine = DTensor.from_local(side_by_side, mesh, [Shard(0)]).redistribute(placements=[Shard(1)]).to_local()
+    result = DTensor.from_local(newton_schulz(mine), mesh, [Shard(1)]).redistribute(placements=[Shard(0)]).to_local()
+    return [DTensor.from_local(part.contiguous(), mesh, [Shard(0)]) for part in result.chunk(world, dim=1)]
+
 # %% tags=["wrong"] turn=2 says="not put together by rows"
 def with_owners(matrices):                                  # shards side by side
     shards = torch.stack([matrix.to_local() for matrix in matrices]).bfloat16()
@@ -624,9 +644,9 @@ def with_owners(matrices):                                  # shards side by sid
 # ## A Muon to take home
 #
 # `owned` takes any list of matrices, also with rows that do not divide: matrix i belongs to rank i modulo the
-# ranks, and all travel in the same two collectives. For a file of yours, copy the cell with the first
-# `newton_schulz` too, and begin with `import torch`, `import torch.distributed as dist` and
-# `from torch.distributed.tensor import DTensor, Shard, distribute_tensor`.
+# ranks (so sort the list by size first), and all travel in the same two collectives. For a file of yours, copy
+# the cell with the first `newton_schulz` too, both without their line `%%ranks`, and begin with `import torch`,
+# `import torch.distributed as dist` and `from torch.distributed.tensor import DTensor, Shard, distribute_tensor`.
 
 # %%
 # %%ranks
@@ -739,38 +759,20 @@ head = ["14 matrices", "collectives of a step", "KiB sent by a rank", "off from 
 Table(head, [[name, count, kib, f"{error:.2f}"] for name, (count, kib, error) in muons.items()])
 
 # %% [markdown]
-# All three take the steps of one process but for bf16's rounding. On four ranks the class sends a twentieth
-# of what `torch.optim.Muon` sends. Its momentum is a DTensor, so `save_distributed(folder, model, [muon,
-# adamw], step=…)` saves both optimizers, for any number of ranks. While it runs, a step takes about 16 bytes
-# for each float32 parameter that a rank stores (measured once): a group for each block bounds that, at two
-# collectives a group. Matrices that are not cut by rows, or lie on two mesh dimensions, raise an error. For
-# GPUs, not run here: `Muon` of [microsoft/dion](https://github.com/microsoft/dion) overlaps all-to-alls with
-# computation, as does torchtitan's `DistributedMuon` ([#4060](https://github.com/pytorch/torchtitan/pull/4060)).
+# All three take the steps of one process but for bf16's rounding. On four ranks the class sends a twentieth of
+# what `torch.optim.Muon` sends. Its momentum is a DTensor, so `save_distributed(folder, model, [muon, adamw],
+# step=…)` saves both optimizers, for any number of ranks. A group for each block bounds the memory that a step
+# takes, at two collectives a group. Matrices that are not cut by rows, or lie on two mesh dimensions, raise an
+# error. On GPUs (not run here) `Muon` of [microsoft/dion](https://github.com/microsoft/dion) and torchtitan's
+# `DistributedMuon` ([#4060](https://github.com/pytorch/torchtitan/pull/4060)) hide all-to-alls behind computation.
 #
 # ## Between one element and the matrix: blocks
 #
 # **8-bit optimizers** store a state as 8-bit codes with one scale for each block of values, and Shampoo may
-# compute with blocks of a large matrix. They are right on plain shards if no cut goes through a block.
-# `CodedMomentum`, from turn 1's folded cell, rounds to such codes (kept as floats: it saves no memory).
-
-# %%
-# %%ranks
-def coded(rows):
-    return lambda params, lr: CodedMomentum(params, lr, block=(rows, 4))
-
-
-reached = {f"blocks of {rows} x 4": reach(coded(rows)) for rows in (1, 6, 8)}
-
-# %%
-reached = ranks.get("reached")[0]
-assert [int(changed.sum()) for changed in reached.values()] == [4, 24, 32]
-draw(reached)
-
-# %% [markdown]
-# Blocks along a row and blocks of 6 rows lie between the cuts; a block of 8 rows does not. With that one, and
-# with "the block is my shard", another number of ranks is another optimizer, and nothing warns you. Choose a
-# number of rows that divides the shard for every number of ranks that you may use. DTensors are no way out:
-# `split` along the rows gathers, so an update of its pieces is lost, without an error.
+# compute with blocks of a large matrix. They are right on plain shards if no cut goes through a block: blocks
+# along a row are right; turn 1's 4-bit momentum, whose blocks are whole columns, is not. With "the block is my
+# shard", another number of ranks is another optimizer, and nothing warns you. Choose blocks whose rows
+# divide the shard's for every number of ranks that you may use.
 #
 # ## 8-bit states in a checkpoint
 #
@@ -783,8 +785,8 @@ draw(reached)
 # | `save_distributed` | refused | right, codes in int8 |
 #
 # PyTorch takes a plain tensor to be the same on all ranks, stores one rank's, and every rank loads it. Its
-# `Optimizer.load_state_dict` converts each state but `step` to the dtype of a floating-point parameter.
-# Not run here: bitsandbytes' kernels know no DTensors, and issues report errors under FSDP2, in the step
+# `Optimizer.load_state_dict` converts each state but `step` to the dtype of a floating-point parameter. Not run
+# here: bitsandbytes' kernels know no DTensors, and issues report errors under FSDP2, in the step
 # ([#1633](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633)) and in the save
 # ([#1732](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1732)). torchao's `AdamW8bit` keeps
 # DTensors; which states it quantizes depends on the shards' size ([#4912](https://github.com/pytorch/ao/issues/4912)).
@@ -795,10 +797,8 @@ draw(reached)
 # |:--|:--|:--|
 # | the loss falls slowly, without an error | a matrix optimizer got shards (`p.to_local()`) | turn 1's function tells whether the optimizer may see shards; owners or `full_tensor()` mend it |
 # | `Muon only supports 2D parameters` | a bias, norm or convolution in its list; or FSDP1: its parameters are flat, also with `use_orig_params=True` | give those to AdamW; FSDP2 |
-# | Muon: `in-place operations that require placement changes are not supported` | a matrix with fewer rows than ranks | give it to AdamW, or an owner |
+# | `in-place operations that require placement changes are not supported` | Adafactor or Rprop on DTensors; or Muon on a matrix with fewer rows than ranks | AdamW; or an owner for the matrix |
 # | `got mixed torch.Tensor and DTensor` in `_foreach_…` or `_fused_adamw_` | `ignored_params` in one group with sharded ones | a group for each, and all-reduce the ignored gradients yourself |
-# | with offloaded units the step is slow | parameters on CPU and GPU: the default falls back to a loop ([#187615](https://github.com/pytorch/pytorch/issues/187615)) | pass `foreach=True` (Adam, AdamW, SGD) or `fused=True` (Adam, AdamW; SGD's raises on DTensors), which group by device; Muon has neither |
-# | optimizer states leave no room on the GPU | `CPUOffloadPolicy` takes parameters and gradients along | move `optimizer.state` alone: to the GPU in `register_step_pre_hook`, to the CPU in `register_step_post_hook` |
 # | 8-bit states differ after a resume | plain states: every rank loaded the one copy that was stored | DTensor states, or `save_distributed`, which refuses |
 #
 # ## The rule
