@@ -15,7 +15,7 @@ ROOMS = sorted(file.parent.name for file in PACKAGE.glob("*/__init__.py"))
 # A room imports only rooms of a lower level.
 LEVEL = {
     "torch_internals": 0,
-    "answers": 182,
+    "answers": 0,
     "distributed": 1,
     "sharding": 2,
     **dict.fromkeys(
@@ -24,7 +24,7 @@ LEVEL = {
     **dict.fromkeys(["pretrained", "planner"], 4),
     **dict.fromkeys(["train", "integrations"], 5),
     "notebook": 6,
-    "doctor": 1236,
+    "doctor": 6,
     "lessons": 7,
 }
 # Lines of a room, with docstrings. The first rooms have reached their aim, a budget and a tenth. The others

@@ -27,16 +27,15 @@ class Facts:
     """What one rank has seen, in values that JSON can hold.
 
     Each of `seen` is an optimizer step, as lists by name:
-        calls: kind and bytes. reduced: elements of gradients. told: single numbers communicated.
-        backwards: for each, how many were reduced before. in_ddp: a 1 for each forward of a DDP module.
-        means: how often one line ran backward on a mean, and its name. inputs: their hashes and shapes, of
-        each forward.
+        calls: kind and bytes. reduced: elements of gradients. told: single numbers communicated. backwards:
+        for each, how many were reduced before. in_ddp: a 1 for each forward of a DDP module. means: how often
+        one line ran backward on a mean, and its name. inputs: their hashes and shapes, of each forward.
         labels: how many each mean was over. norm: that clip_grad_norm_ returned, if it is this rank's.
-        scaled: gradients at the step, relative to after backward;
-        bystanders: of parameters that no optimizer has. idle: blocks whose trained parameters have no
-        gradient. bad: units whose gradients were NaN or infinite before the reduction. bad_after: such
-        parameters after it. tokens: shapes of inputs without gradients. outside: all-gathers then. used,
-        gathered: units, in order. Under the name of a finding: what its sentence is filled in with.
+        scaled: gradients at the step, relative to after backward; bystanders: of parameters that no optimizer
+        has. idle: blocks whose trained parameters have no gradient. bad: units whose gradients were NaN or
+        infinite before the reduction. bad_after: such parameters after it. tokens: shapes of inputs without
+        gradients. outside: all-gathers then. used, gathered: units, in order. Under the name of a finding:
+        what its sentence is filled in with.
     """
 
     rank: int
@@ -224,10 +223,11 @@ class Evidence:
                 yield number, self._all, ", ".join(map(str, labels)), max(labels) / min(labels)
 
     def local_clip(self) -> Iterator[Any]:
+        # where gradients are not reduced, and in models that differ, each rank has a norm of its own
+        is_apart = self._is_apart("last_unsynced") or self._said("Replicas of a parameter")
         for number, scaled, norms in self._each("scaled", "norm"):
             for what, found in ("factors", [*map(_scale, scaled)]), ("norms", [*map(sum, norms)]):
-                # where nothing is reduced, each rank has a norm of its own
-                if all(found) and max(found) > _SAME * min(found) and not self._is_apart():
+                if all(found) and max(found) > _SAME * min(found) and not is_apart:
                     yield number, self._all, f"{what} of {', '.join(f'{one:.3g}' for one in found)}"
 
     def hybrid_not_synced(self) -> list[str]:
