@@ -322,7 +322,7 @@ class Watch:
             self._step["clipped_scaled"] = [scale]
 
         def after(norm: Any) -> None:
-            self._step["norm"] = [float(norm)] * (not isinstance(norm, DTensor))  # else its own part differs
+            self._step["norm"] = [] if isinstance(norm, DTensor) else [float(norm)]  # not by a collective
             clipped = norms(self._sampled.get("scaled", []))
             self._clipped = clipped if any(clipped) else None  # else those of another model were
 
