@@ -10,11 +10,8 @@ def card(number: int, *, learn: str, needs: str, minutes: tuple[int, int, int], 
 
     The minutes are to run the lesson on two cores, to read it, and for the turns.
     """
-    to_run, to_read, turns = minutes
-    takes = f"{to_run} to run, {to_read} to read, {turns} for the turns · {progress.begin(number)}"
+    takes = "{} to run, {} to read, {} for the turns · {}".format(*minutes, progress.begin(number))
     fields = [learn, needs, ranks or "4 (2 or 3 work: set `FSDP_RANKS`)", takes]
     head = "| learn | needs | ranks | minutes |\n| :-- | :-- | :-- | :-- |"
-    of_all = ""
-    if number == 0:
-        of_all = f"\n\nAll lessons: {progress.progress().note} `make progress` shows which."
+    of_all = "" if number else f"\n\nAll lessons: {progress.progress().note} `make progress` shows which."
     return Markdown(f"{head}\n| {' | '.join(fields)} |{of_all}")
