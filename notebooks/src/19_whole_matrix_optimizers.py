@@ -36,7 +36,7 @@ lesson.card(
     19,
     learn="tell which optimizers may see shards, run Muon with one owner per matrix, and save 8-bit states",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb), [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb)",
-    minutes=(1, 34, 30),
+    minutes=(1, 38, 30),
 )
 
 # %% [markdown]
