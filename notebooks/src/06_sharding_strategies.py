@@ -331,7 +331,7 @@ for pair in (list(accumulated)[:2], list(accumulated)[2:]):  # the same gradient
 # %%
 by_rank = ranks.get("{way: (sum(parts.values()), sent) for way, (parts, sent, _) in accumulated.items()}")
 accumulated = {way: min(of_rank[way] for of_rank in by_rank) for way in by_rank[0]}  # freed late on some
-rows = [[way, round(held, 1), round(sent, 1)] for way, (held, sent) in accumulated.items()]
+rows = [[way, round(held), round(sent, 1)] for way, (held, sent) in accumulated.items()]
 Table(["four micro-batches, bytes per parameter", "a rank holds", "leave a host"], rows)
 
 # %% tags=["check"]
