@@ -6,6 +6,7 @@ Nothing is run again. Any warning of Sphinx is an error, a link that leads nowhe
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ if __name__ == "__main__":
 
 from book.first_figure import html as first_figure
 from fsdp_utils._commands import COMMANDS
+from tools import answers_page
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "book" / "_build"
@@ -42,6 +44,11 @@ def copy_sources(sources: Path) -> None:
     for pattern in ("*.md", "*.txt", "*.yml", "LICENSE", "Makefile"):
         for path in ROOT.glob(pattern):
             shutil.copy(path, sources)
+    answers = sources / "notebooks" / answers_page.PAGE.name
+    text = answers.read_text(encoding="utf-8")
+    for title in re.findall(r"^### (.*)$", text, re.MULTILINE):  # GitHub makes other anchors
+        text = text.replace(f"](#{answers_page.anchor(title)})", f"](#{jupyter_anchor(title)})")
+    answers.write_text(text, encoding="utf-8")
     own = {path.name for path in (ROOT / "book").glob("*.md")}
     for page in sources.glob("*.md"):  # the book's own pages stand beside the others here
         link = "](../" if page.name in own else "](book/"
