@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_utils import check_in_step, run_on_ranks, save_distributed
+from fsdp_utils.lessons.meter import Meter
 from tests.on_ranks import Together, on_ranks
 
 on_two = Together(2)
@@ -119,3 +121,17 @@ def test_a_save_of_experts_that_differ_by_rank_says_what_to_make_of_them(tmp_pat
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)), ignored_params={own})
     with pytest.raises(Exception, match=one):
         save_distributed(tmp_path, model, step=1)
+
+
+def test_at_the_peak_of_backward_a_loop_holds_two_gradients_of_all_experts_and_grouped_mm_one() -> None:
+    peaks = []
+    for is_loop in (True, False):
+        weight, x = torch.randn(8, 128, 128, requires_grad=True), torch.randn(16, 128)
+        with Meter([weight]) as meter:
+            if is_loop:
+                y = torch.cat([rows @ own for rows, own in zip(x.chunk(8), weight.unbind(), strict=True)])
+            else:
+                y = F.grouped_mm(x, weight, offs=torch.arange(2, 17, 2, dtype=torch.int32))
+            y.square().sum().backward()
+        peaks.append((meter.peak_tensor_bytes - weight.nbytes) / weight.nbytes)
+    assert [round(peak, 1) for peak in peaks] == [2.0, 1.0]

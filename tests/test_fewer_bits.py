@@ -203,3 +203,9 @@ def test_a_model_that_is_converted_later_does_not_convert_inner() -> None:
     assert (layer.weight.dtype, layer.weight.inner.dtype) == (torch.float64, torch.float32)
     layer.to("meta")
     assert type(layer.weight) is nn.Parameter
+
+
+def test_where_decoding_breaks_even_is_calculated() -> None:
+    assert "links of {} and {} GB/s".format(*(round(3350 / moved) for moved in (23, 15))) in SOURCE.replace(
+        "\n# ", " "
+    )

@@ -490,8 +490,9 @@ def unpack(codes, scales):
 # Only where the GPU waits for all-gathers: slow links, small batches. An 8-bit gather sends 1 byte less for each
 # weight, and decodes on the stream that computes: **where nothing overlaps with a gather, `Float8` and `Int8` below
 # gain between hosts (50 GB/s) and lose within an NVLink host (450 GB/s), unless `torch.compile` makes one kernel of the
-# decoding** (calculated for an H100: decoding moves 23 bytes per weight in `Float8`, 15 in `Int8`). Where computation
-# hides most of the bf16 gather, decoding costs more than the wire saves between hosts, too.
+# decoding** (calculated for an H100's 3,350 GB/s: decoding moves 23 bytes per weight in `Float8`, 15 in `Int8`, so they
+# break even at links of 146 and 223 GB/s). Where computation hides most of the bf16 gather, decoding costs more than the
+# wire saves between hosts, too.
 #
 # ### Two hooks of a weight
 #
